@@ -1,0 +1,155 @@
+"""A decided batch becomes arrays: the host's table of requests and the slot's fill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cbasync.config import EngineConfig
+from cbasync.io_slot import IOSlot
+from cbasync.kv_cache import blocks_for
+from cbasync.request import Request
+from cbasync.scheduler import SchedulerOutput
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """What the host knows of a batch when it launches it: sizes, never contents.
+
+    On a GPU these are launch parameters; the arrays themselves are only read from
+    the device, so that a missing copy shows.
+    """
+
+    batch: int
+    num_requests: int  # R
+    num_tokens: int  # T
+    num_sampled: int  # S
+    max_seq_len: int
+    is_greedy: bool
+    query_lens: tuple[int, ...] | None  # [R], None: one token each, decodes only
+    seq_lens: tuple[int, ...] | None  # [R], None as above
+
+
+class RequestTable:
+    """What the host knows of each running request, one row each, updated in place.
+
+    A step touches what has changed: a new token, now and then a new block. Nothing is
+    built again from lists, so a step costs the same at any context length.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        rows = config.max_num_seqs * (config.depth + 1)
+        # One more column: the very last token is stored although it is never an input.
+        self.token_ids = np.zeros((rows, config.max_model_len + 1), np.int32)
+        self.block_table = np.zeros((rows, config.max_blocks_per_request), np.int32)
+        self.temperature = np.zeros(rows, np.float32)
+        self.seeds = np.zeros(rows, np.int32)
+
+    def enter(self, request: Request) -> None:
+        """Write a request's row once, when it starts to run."""
+        row = request.row
+        self.token_ids[row, : request.num_tokens] = request.token_ids
+        self.temperature[row] = request.params.temperature
+        self.seeds[row] = request.params.seed
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Bring the table up to date with a scheduler's decision."""
+        for request in output.admitted:
+            self.enter(request)
+        for row, index, block in output.new_blocks:
+            self.block_table[row, index] = block
+
+    def book(self, output: SchedulerOutput, tokens: npt.NDArray[np.int64]) -> None:
+        """Write the sampled tokens of a collected batch, for later batches to read."""
+        sampled = [o for o in output.occurrences if o.rank >= 0]
+        rows = [o.row for o in sampled]
+        places = [o.start + o.length for o in sampled]
+        self.token_ids[rows, places] = tokens
+
+
+class BatchBuilder:
+    """Fills a slot's host arrays from a scheduler's decision, without a loop.
+
+    Three requests; the first still reads its prompt, the others decode, and the
+    tokens they continue from are still in flight:
+
+        request              r0       r1   r2
+        query_start_loc   0        3    4    5
+        input_ids         5  9  2  |  0 |  0        0: the placeholder
+        carry_over       -1 -1 -1  |  0 |  1        rank among the sampled rows before
+        logits_indices           2 |  3 |  4
+    """
+
+    def __init__(self, config: EngineConfig, table: RequestTable) -> None:
+        self.block_size = config.block_size
+        self.table = table
+        self.placeholder = -1 if config.debug else 0
+
+    def fill(self, io_slot: IOSlot, output: SchedulerOutput) -> BatchShape:
+        """Write every array of the batch into the slot's host buffer."""
+        host, table = io_slot.host, self.table
+        columns = np.array(
+            [(o.row, o.start, o.length, o.rank, o.carry) for o in output.occurrences]
+        )
+        rows, starts, lengths, ranks, carries = columns.T
+        num_requests, num_tokens = len(rows), output.num_tokens
+        stops = starts + lengths
+        ends = lengths.cumsum()  # query_start_loc without its leading 0
+
+        row_of_token, positions = rows, starts
+        is_mixed = num_tokens > num_requests
+        if is_mixed:
+            row_of_token = rows.repeat(lengths)
+            positions = np.arange(num_tokens) - (ends - stops).repeat(lengths)
+        carried = carries >= 0
+        host["input_ids"][:num_tokens] = table.token_ids[row_of_token, positions]
+        host["carry_over"][:num_tokens] = -1
+        if carried.any():
+            host["input_ids"][ends[carried] - 1] = self.placeholder
+            host["carry_over"][ends[carried] - 1] = carries[carried]
+        host["positions"][:num_tokens] = positions
+        blocks = table.block_table[row_of_token, positions // self.block_size]
+        host["slot_mapping"][:num_tokens] = (
+            blocks * self.block_size + positions % self.block_size
+        )
+        host["query_start_loc"][0] = 0
+        host["query_start_loc"][1 : num_requests + 1] = ends
+        host["seq_lens"][:num_requests] = stops
+        max_seq_len = int(stops.max())
+        self._fill_block_table(io_slot, rows, max_seq_len)
+        is_greedy = self._fill_sampling(io_slot, rows, ends, ranks)
+        return BatchShape(
+            batch=output.batch,
+            num_requests=num_requests,
+            num_tokens=num_tokens,
+            num_sampled=output.num_sampled,
+            max_seq_len=max_seq_len,
+            is_greedy=is_greedy,
+            query_lens=tuple(lengths.tolist()) if is_mixed else None,
+            seq_lens=tuple(stops.tolist()) if is_mixed else None,
+        )
+
+    def _fill_block_table(self, io_slot: IOSlot, rows: Ints, max_seq_len: int) -> None:
+        width = blocks_for(max_seq_len, self.block_size)
+        io_slot.host["block_table"][: len(rows), :width] = self.table.block_table[
+            rows, :width
+        ]
+
+    def _fill_sampling(
+        self, io_slot: IOSlot, rows: Ints, ends: Ints, ranks: Ints
+    ) -> bool:
+        """Arrays of the sampled rows, in the order of their ranks."""
+        host, table = io_slot.host, self.table
+        is_sampled = ranks >= 0
+        rows = rows[is_sampled]
+        count = len(rows)
+        host["logits_indices"][:count] = ends[is_sampled] - 1
+        host["token_rows"][:count] = rows
+        temperature = table.temperature[rows]
+        host["temperature"][:count] = temperature
+        host["seeds"][:count] = table.seeds[rows]
+        return not temperature.any()

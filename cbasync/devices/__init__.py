@@ -1,0 +1,40 @@
+"""The machines an engine runs on: one interface, several implementations."""
+
+from __future__ import annotations
+
+import torch
+
+from cbasync.devices.base import Access, Device, Event, Stream, StreamError
+from cbasync.devices.cuda import CudaDevice
+from cbasync.devices.threads import ThreadsDevice
+
+__all__ = [
+    "Access",
+    "CudaDevice",
+    "Device",
+    "Event",
+    "Stream",
+    "StreamError",
+    "ThreadsDevice",
+    "make_device",
+]
+
+DEVICES: dict[str, type[Device]] = {"threads": ThreadsDevice, "cuda": CudaDevice}
+
+
+def make_device(name: str = "auto", **options: object) -> Device:
+    """Build a device by name; `auto` takes the GPU when there is one.
+
+    >>> make_device("tpu")
+    Traceback (most recent call last):
+    ...
+    ValueError: device is 'tpu', the devices are auto, threads, cuda: choose one of them
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "threads"
+    if name not in DEVICES:
+        raise ValueError(
+            f"device is {name!r}, the devices are {', '.join(['auto', *DEVICES])}: "
+            "choose one of them"
+        )
+    return DEVICES[name](**options)  # type: ignore[arg-type]

@@ -1,0 +1,166 @@
+"""Streams as worker threads: true overlap on a machine without a GPU."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cbasync.devices.base import Access, Device, Event, Stream, StreamError
+from cbasync.timeline import Span
+
+Delay = Callable[[str, str], float]
+"""(lane, phase) -> seconds an op is held up before it runs; for tests."""
+
+
+class ThreadsEvent(Event):
+    """An event whose record is a ticket: a flag that the stream sets when it gets there.
+
+    A new record makes a new ticket, so a wait that was issued before keeps the old.
+    """
+
+    ticket: threading.Event | None = None
+
+    def query(self) -> bool:
+        return self.ticket is None or self.ticket.is_set()
+
+    def _synchronize(self) -> None:
+        if self.ticket is not None:
+            self.ticket.wait()
+        self.device.raise_error()  # type: ignore[attr-defined]
+
+
+class ThreadsStream(Stream):
+    """A first-in-first-out worker thread; PyTorch's kernels leave the host free.
+
+    Ops run without gradients whatever the caller's mode is, since that mode belongs
+    to a thread and not to a tensor.
+    """
+
+    device: ThreadsDevice
+
+    def __init__(self, device: ThreadsDevice, lane: str) -> None:
+        super().__init__(device, lane)
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._work, name=f"cbasync-{lane}", daemon=True
+        )
+        self._thread.start()
+
+    def _launch(self, op: Callable[[], None], access: Access) -> None:
+        self._queue.put(lambda: self._run(op, access))
+
+    def _record(self, event: Event) -> None:
+        assert isinstance(event, ThreadsEvent)
+        event.ticket = ticket = threading.Event()
+        self._queue.put(ticket.set)
+
+    def _wait(self, event: Event) -> None:
+        assert isinstance(event, ThreadsEvent)
+        if event.ticket is not None:
+            self._queue.put(event.ticket.wait)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Let the thread finish its queue and end."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        with torch.no_grad():
+            while (item := self._queue.get()) is not None:
+                item()
+
+    def _run(self, op: Callable[[], None], access: Access) -> None:
+        device = self.device
+        if device.error is not None:
+            return  # what follows a failed op would compute on rubbish
+        try:
+            if device.delay is not None:
+                time.sleep(device.delay(self.lane, access.phase))
+            start_us = device.now_us()
+            op()
+        except BaseException as cause:
+            device.error = StreamError(
+                f"{access.phase} of batch {access.batch} failed on the {self.lane} "
+                f"stream: {type(cause).__name__}: {cause}"
+            )
+            device.error.__cause__ = cause
+            return
+        device.timeline.add(
+            Span(
+                self.lane,
+                access.phase,
+                access.batch,
+                access.slot,
+                start_us,
+                device.now_us(),
+            )
+        )
+
+
+class ThreadsDevice(Device):
+    """The CPU as host *and* device: one worker thread a stream.
+
+    Host and device buffers are separate memory, so a copy between them is a real
+    copy and a missing one shows (`tensor.to("cpu")` would only alias).
+
+    >>> with ThreadsDevice() as device:
+    ...     stream, done = device.stream("compute"), device.event("done")
+    ...     stream.launch(lambda: None, Access("compute", batch=0))
+    ...     stream.record(done)
+    ...     done.synchronize()
+    >>> [span.phase for span in device.timeline.spans]
+    ['compute']
+    """
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, *, delay: Delay | None = None) -> None:
+        super().__init__()
+        self.delay = delay
+        self.error: StreamError | None = None
+        self._streams: list[ThreadsStream] = []
+        self._epoch = time.perf_counter()
+
+    def stream(self, lane: str) -> ThreadsStream:
+        stream = ThreadsStream(self, lane)
+        self._streams.append(stream)
+        return stream
+
+    def event(self, name: str) -> ThreadsEvent:
+        return ThreadsEvent(self, name)
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return _plain_zeros(shape, dtype)
+
+    def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return _plain_zeros(shape, dtype)
+
+    def now_us(self) -> float:
+        return (time.perf_counter() - self._epoch) * 1e6
+
+    def raise_error(self) -> None:
+        """Tell the host about an op that failed on any stream."""
+        if self.error is not None:
+            raise self.error
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            event = self.event("synchronize")
+            stream._record(event)
+            event._synchronize()
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()
+
+
+def _plain_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # A tensor made in the caller's inference mode could not be changed by a worker.
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype)

@@ -1,0 +1,299 @@
+"""Synchronous and asynchronous continuous batching, step beside step.
+
+One step has six phases: schedule, prepare, h2d, compute, d2h, update. The synchronous
+engine takes them in turn, so the GPU waits while the CPU works. The asynchronous engine
+schedules and prepares batch n+1 while the GPU computes batch n.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Collection, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from cbasync.batch import BatchBuilder, BatchShape, RequestTable
+from cbasync.carry_over import make_carry_over
+from cbasync.config import EngineConfig
+from cbasync.devices import Access, Device, make_device
+from cbasync.devices.base import Resource
+from cbasync.io_slot import IOSlot, SlotLayout
+from cbasync.model_runner import Runner
+from cbasync.request import Request, check_prompt
+from cbasync.sampling import SamplingParams
+from cbasync.scheduler import Scheduler, SchedulerOutput
+from cbasync.timeline import Timeline
+
+
+class InFlight(NamedTuple):
+    """A batch that has been launched and not yet collected."""
+
+    output: SchedulerOutput
+    shape: BatchShape
+    io_slot: IOSlot
+
+
+class Engine:
+    """What both engines share: requests in, launch and collect, requests out.
+
+    `step()` is all they differ in.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig | None = None,
+        device: Device | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self.config = config = config or EngineConfig()
+        if config.max_model_len > runner.max_positions:
+            raise ValueError(
+                f"max_model_len is {config.max_model_len}, the model has "
+                f"{runner.max_positions} positions: lower max_model_len"
+            )
+        self.device = device or make_device()
+        self.runner = runner
+        self.scheduler = scheduler or Scheduler(config)
+        self.requests: dict[str, Request] = {}
+        self.in_flight: deque[InFlight] = deque()
+        self._names = count()
+        runner.prepare(config, self.device)  # the most likely to fail: before streams
+
+        layout = SlotLayout.of(config)
+        self.io_slots = [
+            IOSlot(index, self.device, layout) for index in range(config.num_slots)
+        ]
+        self.h2d_stream = self.device.stream("h2d")
+        self.compute_stream = self.device.stream("compute")
+        self.d2h_stream = self.device.stream("d2h")
+        self.carry_over = make_carry_over(config, self.device)
+        self.table = RequestTable(config)
+        self.builder = BatchBuilder(config, self.table)
+        self._previous: IOSlot | None = None
+        if not config.is_safe:
+            self._drop_edges()
+
+    def _drop_edges(self) -> None:
+        """Take edges away, loudly: for teaching and for tests of the detector."""
+        self.device.ablate = self.config.ablate
+        warnings.warn(
+            f"this engine runs with {self.config.num_slots} slots and without "
+            f"{sorted(self.config.ablate)}: expect wrong tokens",
+            stacklevel=3,
+        )
+
+    # ------------------------------------------------------------------ requests
+
+    def new_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        eos_token_ids: Collection[int] = (),
+    ) -> Request:
+        """A checked request that is not queued yet; refused if it could never run."""
+        params = params or SamplingParams()
+        prompt = check_prompt(prompt_token_ids, self.runner.vocab_size)
+        name = f"request-{next(self._names)}" if request_id is None else request_id
+        stop = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop.update(eos_token_ids)
+        request = Request(name, prompt, params, frozenset(stop))
+        self.scheduler.check_fits(request)
+        return request
+
+    def submit(self, request: Request) -> None:
+        """Queue a request for the next batches."""
+        name = request.request_id
+        if name in self.requests:
+            raise ValueError(
+                f"request_id {name!r} is in use by {self.requests[name]!r}: "
+                "choose another one, or none"
+            )
+        self.requests[name] = request
+        self.scheduler.add(request)
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        eos_token_ids: Collection[int] = (),
+    ) -> Request:
+        """Check a prompt and queue it: `new_request`, then `submit`."""
+        request = self.new_request(
+            prompt_token_ids, params, request_id=request_id, eos_token_ids=eos_token_ids
+        )
+        self.submit(request)
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        """Ask for a request's end at any moment; False if it is not there any more."""
+        request = self.requests.get(request_id)
+        if request is None or request.is_finished:
+            return False
+        self.scheduler.abort(request)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another step has something to do."""
+        return bool(self.in_flight) or self.scheduler.has_work
+
+    def step(self) -> list[Request]:
+        """One turn of the engine; the requests that got a token."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Step until nothing is left to do."""
+        while self.has_work:
+            self.step()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What ran when, on every lane."""
+        return self.device.timeline
+
+    # ------------------------------------------------------------------ the phases
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Decide the next batch."""
+        access = Access("schedule", self.scheduler.num_launched)
+        with self.device.host_phase(access) as phase:
+            output = self.scheduler.schedule()
+            self._forget_finished()
+            if output is None:
+                phase.batch = -1
+        return output
+
+    def launch(self, output: SchedulerOutput) -> None:
+        """Prepare a batch and put h2d, compute and d2h in their queues."""
+        io_slot = self.io_slots[output.batch % len(self.io_slots)]
+        shape = self._prepare(io_slot, output)
+        batch, previous = output.batch, self._previous
+        h2d, compute, d2h = self.h2d_stream, self.compute_stream, self.d2h_stream
+
+        h2d.wait(io_slot.compute_done, edge="slot_reuse")
+        h2d.launch(
+            lambda: io_slot.copy_inputs(shape.num_requests), io_slot.access("h2d", batch)
+        )
+        h2d.record(io_slot.h2d_done)
+
+        compute.wait(io_slot.h2d_done)
+        compute.launch(
+            lambda: self.runner.compute(shape, io_slot, previous, self.carry_over),
+            self._compute_access(output, io_slot, previous),
+        )
+        compute.record(io_slot.compute_done)
+
+        d2h.wait(io_slot.compute_done)
+        d2h.launch(
+            lambda: io_slot.copy_sampled(shape.num_sampled), io_slot.access("d2h", batch)
+        )
+        d2h.record(io_slot.d2h_done)
+
+        self.in_flight.append(InFlight(output, shape, io_slot))
+        self._previous = io_slot
+
+    def collect(self) -> list[Request]:
+        """Wait for the oldest batch in flight and book its tokens."""
+        output, shape, io_slot = self.in_flight.popleft()
+        io_slot.d2h_done.synchronize()
+        with self.device.host_phase(io_slot.access("update", output.batch)):
+            tokens = io_slot.host_sampled[: shape.num_sampled].numpy()
+            self.table.book(output, tokens)
+            changed = self.scheduler.update(output, tokens.tolist())
+            self._forget_finished()
+        return changed
+
+    def _prepare(self, io_slot: IOSlot, output: SchedulerOutput) -> BatchShape:
+        io_slot.h2d_done.synchronize(edge="slot_refill")
+        with self.device.host_phase(io_slot.access("prepare", output.batch)):
+            self.table.apply(output)
+            return self.builder.fill(io_slot, output)
+
+    def _forget_finished(self) -> None:
+        for request in self.scheduler.take_finished():
+            del self.requests[request.request_id]
+
+    def _compute_access(
+        self, output: SchedulerOutput, io_slot: IOSlot, previous: IOSlot | None
+    ) -> Access:
+        """Names of all that a batch's forward pass reads and writes."""
+
+        def reads() -> list[Resource]:
+            carries = [o.carry for o in output.occurrences if o.carry >= 0]
+            return [
+                *io_slot.resources("device"),
+                *self.carry_over.reads(previous, carries),
+                *(f"block {block}" for block in output.blocks_read()),
+            ]
+
+        def writes() -> list[Resource]:
+            rows = [o.row for o in output.occurrences if o.rank >= 0]
+            written = output.blocks_written(self.config.block_size)
+            return [
+                *io_slot.sampled("device"),
+                *self.carry_over.writes(rows),
+                *(f"block {block}" for block in written),
+            ]
+
+        return Access("compute", output.batch, io_slot.index, reads, writes)
+
+    # ------------------------------------------------------------------ life cycle
+
+    def close(self) -> None:
+        """Wait for what is in flight, then give streams and model back."""
+        try:
+            self.device.synchronize()
+        finally:
+            self.in_flight.clear()
+            self.device.close()
+            self.runner.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(depth={self.config.depth}, {self.device!r}, "
+            f"{len(self.in_flight)} in flight, {self.scheduler!r})"
+        )
+
+
+class SyncEngine(Engine):
+    """CPU and GPU take turns: the GPU idles during update, schedule, prepare."""
+
+    def step(self) -> list[Request]:
+        """Schedule a batch, launch it, and wait for it."""
+        output = self.schedule()
+        if output is None:
+            return []
+        self.launch(output)
+        return self.collect()
+
+
+class AsyncEngine(Engine):
+    """The CPU runs `depth` batches ahead of the GPU."""
+
+    def step(self) -> list[Request]:
+        """Schedule a batch and launch it; wait only for one that is `depth` older.
+
+        Cold start (nothing to collect yet) and drain (nothing left to launch) are not
+        special cases: they are what this loop does at its ends.
+        """
+        output = self.schedule()
+        if output is not None:
+            self.launch(output)
+        if self.in_flight and (
+            output is None or len(self.in_flight) > self.config.depth
+        ):
+            return self.collect()
+        return []

@@ -1,0 +1,193 @@
+"""One forward pass: carry over, run the model, sample, publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from cbasync import attention
+from cbasync.batch import BatchShape
+from cbasync.carry_over import CarryOver, carry
+from cbasync.config import EngineConfig
+from cbasync.devices.base import Device
+from cbasync.io_slot import IOSlot
+from cbasync.kv_cache import KVCache
+from cbasync.sampling import sample
+
+
+class Runner(Protocol):
+    """What an engine needs of a model: its limits, and a batch computed."""
+
+    vocab_size: int
+    max_positions: int
+
+    def prepare(self, config: EngineConfig, device: Device) -> None:
+        """Allocate what the config asks for; called once, before the first batch."""
+
+    def compute(
+        self,
+        shape: BatchShape,
+        io_slot: IOSlot,
+        previous: IOSlot | None,
+        carry_over: CarryOver,
+    ) -> None:
+        """The compute op: device inputs to device tokens, in place."""
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+
+
+class ModelRunner:
+    """Runs a Hugging Face causal language model on flat, paged batches.
+
+    The model itself is unchanged: its attention is set to ours while the runner is
+    open and set back when it closes.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        attention.register()
+        self.model = model
+        text = model.config.get_text_config()
+        self.vocab_size = int(text.vocab_size)
+        self.max_positions = int(getattr(text, "max_position_embeddings", 0)) or 1 << 30
+        self.cache: KVCache | None = None
+        self.debug = False
+        self._former_attention = model.config._attn_implementation
+        self._was_training = model.training
+
+    def prepare(self, config: EngineConfig, device: Device) -> None:
+        """Take the model over and make its KV cache."""
+        self.debug = config.debug
+        self.model.eval()
+        self.model.set_attn_implementation(attention.NAME)
+        text = self.model.config.get_text_config()
+        heads = text.num_attention_heads
+        self.cache = KVCache(
+            num_layers=text.num_hidden_layers,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            dtype=self.model.dtype,
+            device=device.torch_device,
+        )
+
+    def compute(
+        self,
+        shape: BatchShape,
+        io_slot: IOSlot,
+        previous: IOSlot | None,
+        carry_over: CarryOver,
+    ) -> None:
+        """Carry over, forward, sample; everything stays on the device."""
+        assert self.cache is not None, "prepare() comes first"
+        inputs, tokens = io_slot.device, slice(shape.num_tokens)
+        rows, sampled = slice(shape.num_requests), slice(shape.num_sampled)
+        input_ids = inputs["input_ids"][tokens]
+        source = carry_over.source(previous)
+        if source is not None:
+            input_ids = carry(input_ids.long(), inputs["carry_over"][tokens], source)
+        if self.debug:
+            self._check_carried(input_ids)
+        logits = self.model(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=inputs["positions"][tokens].long().unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=inputs["logits_indices"][sampled].long(),
+            paged=attention.PagedBatch(
+                cache=self.cache,
+                shape=shape,
+                slot_mapping=inputs["slot_mapping"][tokens].long(),
+                seq_lens=inputs["seq_lens"][rows],
+                block_table=inputs["block_table"][rows],
+            ),
+        ).logits[0]
+        if shape.num_sampled:
+            self._sample(logits, shape, io_slot, carry_over)
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        shape: BatchShape,
+        io_slot: IOSlot,
+        carry_over: CarryOver,
+    ) -> None:
+        inputs, sampled = io_slot.device, slice(shape.num_sampled)
+        indices = inputs["logits_indices"][sampled].long()
+        if shape.is_greedy:
+            chosen = logits.argmax(dim=-1)
+        else:
+            chosen = sample(
+                logits,
+                inputs["temperature"][sampled],
+                inputs["seeds"][sampled],
+                inputs["positions"].index_select(0, indices) + 1,
+            )
+        io_slot.device_sampled[sampled] = chosen
+        carry_over.publish(chosen, inputs["token_rows"][sampled])
+
+    @staticmethod
+    def _check_carried(input_ids: torch.Tensor) -> None:
+        """Debug mode: no placeholder may be left once tokens are carried over."""
+        ok = (input_ids >= 0).all()
+        if input_ids.is_cuda:
+            torch._assert_async(ok)
+        elif not ok:
+            places = (input_ids < 0).nonzero().flatten().tolist()
+            raise RuntimeError(
+                f"input_ids{places} are still placeholders: a token was not carried over"
+            )
+
+    def close(self) -> None:
+        """Give the model back as it was."""
+        self.model.set_attn_implementation(self._former_attention)
+        self.model.train(self._was_training)
+        self.cache = None
+
+
+class ScriptedRunner:
+    """A null model: the tokens come from a function of (position), no weights.
+
+    It carries tokens over like the real runner, so a missed carry still shows: each
+    new token is `script(input token, position)`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 1000,
+        script: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_positions = 1 << 30
+        self.script = script or self._next
+
+    def _next(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return (token * 7 + position + 1) % self.vocab_size
+
+    def prepare(self, config: EngineConfig, device: Device) -> None:
+        """Nothing to allocate."""
+
+    def compute(
+        self,
+        shape: BatchShape,
+        io_slot: IOSlot,
+        previous: IOSlot | None,
+        carry_over: CarryOver,
+    ) -> None:
+        """One gather and one formula instead of a forward pass."""
+        inputs, tokens = io_slot.device, slice(shape.num_tokens)
+        sampled = slice(shape.num_sampled)
+        input_ids = inputs["input_ids"][tokens].long()
+        source = carry_over.source(previous)
+        if source is not None:
+            input_ids = carry(input_ids, inputs["carry_over"][tokens], source)
+        last = inputs["logits_indices"][sampled].long()
+        chosen = self.script(input_ids[last], inputs["positions"][last].long())
+        io_slot.device_sampled[sampled] = chosen
+        carry_over.publish(chosen, inputs["token_rows"][sampled])
+
+    def close(self) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,149 @@
+"""One prompt, what it has produced, and what it has been promised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from cbasync.sampling import SamplingParams
+
+FinishReason = Literal["length", "stop", "abort"]
+
+
+class RequestStatus(Enum):
+    """Where a request stands. Prefill and decode are derived, not statuses."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt on its way through the engine, in two views.
+
+    *Settled* is what the host knows: `output_token_ids`, `num_tokens`. *Scheduled*
+    is what it has promised to batches that may still be in flight:
+    `num_computed_tokens`, `num_pending_tokens`. With a prompt of 3, two settled
+    tokens and one in flight:
+
+        position            0   1   2   3   4   5
+        token               p   p   p   a   b   ?
+        settled             ------ num_tokens 5
+        scheduled           ---------- num_tokens + num_pending_tokens 6
+
+    Users see the settled view; block allocation and stops by length read the other.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+
+    # Settled: what the host has seen.
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    num_tokens: int = 0  # prompt and settled output
+    num_preemptions: int = 0
+    discarded_tokens: int = 0  # computed after its end, thrown away
+
+    # Scheduled: what batches have been promised.
+    num_computed_tokens: int = 0  # tokens whose K,V are written or will be
+    num_pending_tokens: int = 0  # sampled by a launched batch, not collected yet
+    last_batch: int = -1  # newest batch that names this request
+    last_rank: int = -1  # its place among the sampled rows of that batch
+
+    # What it holds while it runs.
+    row: int = -1  # its place in the host table and the device token rows
+    block_ids: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and settled output."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def num_promised_output_tokens(self) -> int:
+        """Output tokens, those in flight included."""
+        return len(self.output_token_ids) + self.num_pending_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the host has seen its end."""
+        return self.status is RequestStatus.FINISHED
+
+    def __repr__(self) -> str:
+        end = f", {self.finish_reason}" if self.finish_reason else ""
+        return (
+            f"Request({self.request_id}, {self.status.value}{end}, "
+            f"{len(self.prompt_token_ids)} prompt + {len(self.output_token_ids)} of "
+            f"{self.params.max_tokens} tokens)"
+        )
+
+    def _repr_html_(self) -> str:
+        done, most = len(self.output_token_ids), self.params.max_tokens
+        return f'{self!r}<br><progress max="{most}" value="{done}"></progress>'
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What a user gets for one prompt, in the order of submission."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    num_preemptions: int
+    discarded_tokens: int
+
+    @classmethod
+    def of(cls, request: Request, text: str) -> RequestOutput:
+        """Snapshot of a finished request."""
+        assert request.finish_reason is not None, f"{request} has not finished"
+        return cls(
+            request_id=request.request_id,
+            prompt_token_ids=tuple(request.prompt_token_ids),
+            token_ids=tuple(request.output_token_ids),
+            text=text,
+            finish_reason=request.finish_reason,
+            num_preemptions=request.num_preemptions,
+            discarded_tokens=request.discarded_tokens,
+        )
+
+
+def check_prompt(prompt: object, vocab_size: int) -> list[int]:
+    """The prompt as a list of ints, or an error that says what is wrong with it.
+
+    >>> check_prompt([5, 99], vocab_size=17)
+    Traceback (most recent call last):
+    ...
+    ValueError: prompt[1] is 99, token ids go from 0 to 16: check the tokenizer
+    """
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        raise ValueError(
+            f"prompt is {type(prompt).__name__}, a flat list of token ids is needed: "
+            "tokenize it first"
+        )
+    if not prompt:
+        raise ValueError("prompt is empty, at least 1 token is needed: add a token")
+    for index, token in enumerate(prompt):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ValueError(
+                f"prompt[{index}] is {token!r}, a whole token id is needed: "
+                "give one flat list of ints per prompt"
+            )
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"prompt[{index}] is {token}, token ids go from 0 to "
+                f"{vocab_size - 1}: check the tokenizer"
+            )
+    return list(prompt)
