@@ -128,8 +128,11 @@ def paged_attention(
         keys, values = cache.gather(layer, chunk.block_table)
         stop = chunk.start + chunk.length
         out[chunk.start : stop] = _prefill(
-            flat[chunk.start : stop], keys[0, : chunk.stop], values[0, : chunk.stop],
-            chunk.mask, scaling,
+            flat[chunk.start : stop],
+            keys[0, : chunk.stop],
+            values[0, : chunk.stop],
+            chunk.mask,
+            scaling,
         )
     return out.unsqueeze(0), None
 
@@ -165,7 +168,12 @@ def _prefill(
     """Several query tokens of one request."""
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, keys, values))
     result = scaled_dot_product_attention(
-        q, k, v, mask, is_causal=mask is None, scale=scaling,
+        q,
+        k,
+        v,
+        mask,
+        is_causal=mask is None,
+        scale=scaling,
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return result[0].transpose(0, 1)

@@ -101,4 +101,3 @@ def make_carry_over(config: EngineConfig, device: Device) -> CarryOver:
     if config.carry_over == "slot":
         return SlotCarryOver()
     return RowCarryOver(device, config.max_num_seqs * (config.depth + 1))
-

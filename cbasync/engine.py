@@ -179,7 +179,8 @@ class Engine:
 
         h2d.wait(io_slot.compute_done, edge="slot_reuse")
         h2d.launch(
-            lambda: io_slot.copy_inputs(shape.num_requests), io_slot.access("h2d", batch)
+            lambda: io_slot.copy_inputs(shape.num_requests),
+            io_slot.access("h2d", batch),
         )
         h2d.record(io_slot.h2d_done)
 
@@ -192,7 +193,8 @@ class Engine:
 
         d2h.wait(io_slot.compute_done)
         d2h.launch(
-            lambda: io_slot.copy_sampled(shape.num_sampled), io_slot.access("d2h", batch)
+            lambda: io_slot.copy_sampled(shape.num_sampled),
+            io_slot.access("d2h", batch),
         )
         d2h.record(io_slot.d2h_done)
 

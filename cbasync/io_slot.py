@@ -67,7 +67,9 @@ class SlotLayout:
         return self.sections["block_table"][0] + num_requests * self.max_blocks
 
     def __str__(self) -> str:
-        parts = [f"{name} {start}:{end}" for name, (start, end) in self.sections.items()]
+        parts = [
+            f"{name} {start}:{end}" for name, (start, end) in self.sections.items()
+        ]
         lines = [", ".join(parts[:4]), ", ".join(parts[4:8]), ", ".join(parts[8:])]
         return ",\n".join(lines)
 
@@ -150,7 +152,7 @@ class IOSlot:
 def _host_views(buffer: Tensor, layout: SlotLayout) -> dict[str, npt.NDArray[np.int32]]:
     array = buffer.numpy()
     views = {name: array[a:b] for name, (a, b) in layout.sections.items()}
-    views["temperature"] = views["temperature"].view(np.float32)  # type: ignore[assignment]
+    views["temperature"] = views["temperature"].view(np.float32)
     views["block_table"] = views["block_table"].reshape(-1, layout.max_blocks)
     return views
 

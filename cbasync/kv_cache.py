@@ -238,7 +238,9 @@ def _zeros(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[Tensor]:
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
+    # A tensor made in the caller's inference mode could not be written later.
+    with torch.inference_mode(False):
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
 
 
 def _gather(pool: Tensor, block_table: Tensor) -> Tensor:

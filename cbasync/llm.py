@@ -119,10 +119,13 @@ class LLM:
             raise ValueError(
                 f"{self.loaded.name} has no chat template: use generate() with a prompt"
             )
-        encoded = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=True,
+            tokenize=False,
         )
-        return list(encoded["input_ids"])
+        # The template has written the special tokens; they must not come twice.
+        return list(tokenizer.encode(str(text), add_special_tokens=False))
 
     # ------------------------------------------------------------------ parts
 
@@ -152,7 +155,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
-        return list(self._tokenizer("text prompts")(prompt)["input_ids"])
+        return list(self._tokenizer("text prompts").encode(prompt))
 
     def _tokenizer(self, purpose: str) -> PreTrainedTokenizerBase:
         if self.loaded.tokenizer is None:

@@ -138,7 +138,7 @@ class ModelRunner:
         elif not ok:
             places = (input_ids < 0).nonzero().flatten().tolist()
             raise RuntimeError(
-                f"input_ids{places} are still placeholders: a token was not carried over"
+                f"input_ids{places} are still placeholders: nothing was carried over"
             )
 
     def close(self) -> None:

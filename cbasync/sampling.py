@@ -21,7 +21,7 @@ class SamplingParams:
     >>> SamplingParams(max_tokens=0)
     Traceback (most recent call last):
     ...
-    ValueError: max_tokens is 0, at least 1 is needed: ask for a token or drop the request
+    ValueError: max_tokens is 0, at least 1 is needed: ask for a token or for nothing
     """
 
     max_tokens: int = 64  # most tokens to generate
@@ -34,7 +34,7 @@ class SamplingParams:
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
             raise ValueError(
                 f"max_tokens is {self.max_tokens!r}, at least 1 is needed: "
-                "ask for a token or drop the request"
+                "ask for a token or for nothing"
             )
         if not 0.0 <= self.temperature <= 100.0:
             raise ValueError(
@@ -85,7 +85,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
     >>> u = uniform(torch.tensor([7, 7, 8]), torch.tensor([0, 1, 0]))
     >>> [round(x, 3) for x in u.tolist()]
-    [0.446, 0.153, 0.366]
+    [0.129, 0.377, 0.464]
     """
     x = _mix(seeds.long() + 0x9E3779B9) ^ positions.long()
     high, low = _mix(x + 0x85EBCA6B), _mix(x + 0xC2B2AE35)

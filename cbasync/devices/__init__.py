@@ -37,4 +37,4 @@ def make_device(name: str = "auto", **options: object) -> Device:
             f"device is {name!r}, the devices are {', '.join(['auto', *DEVICES])}: "
             "choose one of them"
         )
-    return DEVICES[name](**options)  # type: ignore[arg-type]
+    return DEVICES[name](**options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class CudaEvent(Event):
         self.raw = torch.cuda.Event(blocking=True)
 
     def query(self) -> bool:
-        return self.raw.query()
+        return bool(self.raw.query())
 
     def _synchronize(self) -> None:
         self.raw.synchronize()
@@ -77,9 +78,9 @@ class CudaDevice(Device):
         super().__init__()
         self.torch_device = torch.device("cuda", index)
         self.record_timeline = record_timeline
-        self.timed: deque[
-            tuple[str, Access, torch.cuda.Event, torch.cuda.Event]
-        ] = deque()
+        self.timed: deque[tuple[str, Access, torch.cuda.Event, torch.cuda.Event]] = (
+            deque()
+        )
         self._spare_timers: list[torch.cuda.Event] = []
         self._handles: set[int] = set()
         self._streams: list[CudaStream] = []

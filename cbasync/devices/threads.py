@@ -18,7 +18,7 @@ Delay = Callable[[str, str], float]
 
 
 class ThreadsEvent(Event):
-    """An event whose record is a ticket: a flag that the stream sets when it gets there.
+    """An event whose record is a ticket: a flag that the stream sets on its way.
 
     A new record makes a new ticket, so a wait that was issued before keeps the old.
     """

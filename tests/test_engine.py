@@ -1,0 +1,379 @@
+"""Both engines against the oracle, and what each of their promises costs."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
+
+from cbasync.config import EngineConfig
+from cbasync.devices import StreamError, ThreadsDevice
+from cbasync.engine import AsyncEngine, Engine
+from cbasync.model_runner import ModelRunner, ScriptedRunner
+from cbasync.models import tiny_model
+from cbasync.sampling import SamplingParams
+from cbasync.scheduler import Scheduler, SchedulerOutput
+from tests.oracle import (
+    Job,
+    check_invariants,
+    check_tokens,
+    configs,
+    expected,
+    jobs_strategy,
+    make_engine,
+    play,
+)
+
+DEVICES = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+FAMILIES = ["slot", "row"]
+DEPTHS = [0, 1, 2, 3]
+
+
+def small(**changes: object) -> EngineConfig:
+    values: dict[str, object] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "block_size": 4,
+        "num_blocks": 32,
+        "max_model_len": 64,
+        "debug": True,
+    }
+    return EngineConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ same tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    config=configs(),
+    jobs=jobs_strategy,
+    sync=st.booleans(),
+    shuffle=st.none() | st.integers(0, 99),
+)
+def test_random_workloads_equal_the_oracle(
+    model: LlamaForCausalLM,
+    device: str,
+    config: EngineConfig,
+    jobs: list[Job],
+    sync: bool,
+    shuffle: int | None,
+) -> None:
+    play(
+        model,
+        make_engine(model, config, sync=sync, device=device, shuffle=shuffle),
+        jobs,
+    )
+
+
+@given(config=configs(), jobs=jobs_strategy, seed=st.integers(0, 999))
+def test_delays_change_nothing(
+    model: LlamaForCausalLM, config: EngineConfig, jobs: list[Job], seed: int
+) -> None:
+    delays = random.Random(seed)
+    device = ThreadsDevice(delay=lambda lane, phase: delays.random() * 0.002)
+    play(model, make_engine(model, config, device=device), jobs)
+
+
+@pytest.mark.parametrize("budget", range(1, 14))
+def test_every_chunk_size(model: LlamaForCausalLM, budget: int) -> None:
+    jobs = [Job(tuple(range(13)), SamplingParams(max_tokens=6)), Job((3, 1, 4))]
+    config = small(max_num_batched_tokens=budget)
+    play(model, make_engine(model, config), jobs)
+
+
+class NewestFirst(Scheduler):
+    """Lets the newest request eat the budget, so that older ones sit batches out."""
+
+    def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
+        self.running.reverse()
+        try:
+            return super()._schedule_running(output, budget)
+        finally:
+            self.running.reverse()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rest", [1, 2, 3])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_request_that_sits_batches_out(
+    model: LlamaForCausalLM, family: str, rest: int, depth: int
+) -> None:
+    config = small(max_num_batched_tokens=4, carry_over=family, depth=depth)
+    jobs = [
+        Job((1, 2, 3), SamplingParams(max_tokens=9)),
+        Job(tuple(range(3 + 4 * rest)), SamplingParams(max_tokens=3), arrival=3),
+    ]
+    scheduler = NewestFirst(config)
+    engine = AsyncEngine(ModelRunner(model), config, ThreadsDevice(), scheduler)
+    batches = watch(engine)
+    play(model, engine, jobs)
+    first = [[o.request.request_id for o in b.occurrences] for b in batches]
+    absent = [ids for ids in first[3:] if "request-0" not in ids]
+    assert len(absent) >= rest, f"it never sat out: {first}"
+
+
+def test_seeded_sampling_is_the_same_alone_in_company_and_after_preemption(
+    model: LlamaForCausalLM,
+) -> None:
+    params = SamplingParams(max_tokens=10, temperature=1.0, seed=5)
+    jobs = [Job((i, 2, 3, 4, 5, 6, 7), params) for i in range(4)]
+    result = play(model, make_engine(model, small(num_blocks=6)), jobs)
+    assert sum(r.num_preemptions for r in result.requests) > 0
+    different = SamplingParams(max_tokens=10, temperature=1.0, seed=6)
+    assert expected(model, Job((0, 2, 3), params)) != expected(
+        model, Job((0, 2, 3), different)
+    )
+
+
+# ------------------------------------------------------------------ what a stop costs
+
+
+def watch(engine: Engine) -> list[SchedulerOutput]:
+    """Every batch that the engine launches from now on."""
+    batches: list[SchedulerOutput] = []
+    launch = engine.launch
+
+    def watched(output: SchedulerOutput) -> None:
+        batches.append(output)
+        launch(output)
+
+    engine.launch = watched  # type: ignore[method-assign]
+    return batches
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_a_stop_by_length_costs_no_step(
+    model: LlamaForCausalLM, depth: int, max_tokens: int, family: str
+) -> None:
+    config = small(depth=depth, carry_over=family)
+    engine = make_engine(model, config)
+    batches = watch(engine)
+    result = play(
+        model, engine, [Job((1, 2, 3), SamplingParams(max_tokens=max_tokens))]
+    )
+    assert len(batches) == max_tokens
+    assert engine.scheduler.discarded_tokens == 0
+    assert result.requests[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_a_stop_by_end_token_costs_depth_rows(
+    model: LlamaForCausalLM, depth: int, at: int, family: str
+) -> None:
+    prompt = (1, 2, 3)
+    free = expected(model, Job(prompt, SamplingParams(max_tokens=20)))
+    eos = free[at]
+    assert free.index(eos) == at, "choose a step at which a token is seen first"
+    params = SamplingParams(max_tokens=20, stop_token_ids=(eos,))
+    engine = make_engine(model, small(depth=depth, carry_over=family))
+    result = play(model, engine, [Job(prompt, params)])
+    (request,) = result.requests
+    assert request.finish_reason == "stop"
+    assert request.output_token_ids == free[: at + 1]
+    assert request.discarded_tokens == engine.scheduler.discarded_tokens == depth
+
+
+def test_length_wins_over_nothing_and_stop_over_length(model: LlamaForCausalLM) -> None:
+    """An end token that is also the last one allowed: the reason is `stop`."""
+    (eos,) = expected(model, Job((1, 2, 3), SamplingParams(max_tokens=1)))
+    params = SamplingParams(max_tokens=1, stop_token_ids=(eos,))
+    engine = make_engine(model, small(num_blocks=1))
+    result = play(model, engine, [Job((1, 2, 3), params)])
+    assert result.requests[0].finish_reason == "stop"
+    assert engine.scheduler.discarded_tokens == 0
+
+
+# ------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preempted_with_a_token_in_flight(
+    model: LlamaForCausalLM, sync: bool, depth: int, family: str
+) -> None:
+    """Two requests fill the pool at position 7; position 8 evicts the newer one."""
+    config = small(num_blocks=4, depth=depth, carry_over=family)
+    jobs = [
+        Job((1, 2, 3, 4, 5, 6, 7), SamplingParams(max_tokens=6)),
+        Job((7, 6, 5, 4, 3, 2, 1), SamplingParams(max_tokens=6)),
+    ]
+    result = play(model, make_engine(model, config, sync=sync), jobs)
+    assert result.requests[0].num_preemptions == 0
+    assert 1 <= result.requests[1].num_preemptions <= 3
+    assert [len(tokens) for tokens in result.tokens] == [6, 6]
+
+
+def test_two_long_prompts_do_not_evict_each_other_for_ever(
+    model: LlamaForCausalLM,
+) -> None:
+    long = SamplingParams(max_tokens=12)
+    jobs = [Job(tuple(range(14)), long), Job(tuple(range(13, 0, -1)), long)]
+    jobs += [Job((i,), SamplingParams(max_tokens=3), arrival=2) for i in range(5)]
+    config = small(num_blocks=10, max_num_batched_tokens=4)
+    result = play(model, make_engine(model, config), jobs)
+    assert max(request.num_preemptions for request in result.requests) <= 3
+
+
+def test_an_aborted_request_gives_back_once_even_if_it_also_stops(
+    model: LlamaForCausalLM,
+) -> None:
+    eos = expected(model, Job((1, 2, 3), SamplingParams(max_tokens=3)))[2]
+    params = SamplingParams(max_tokens=20, stop_token_ids=(eos,))
+    for step in range(8):
+        jobs = [Job((1, 2, 3), params, abort=step), Job((5, 6)), Job((7,), arrival=4)]
+        play(model, make_engine(model, small(num_blocks=20, max_num_seqs=2)), jobs)
+
+
+def test_abort_of_what_is_not_there(model: LlamaForCausalLM) -> None:
+    with make_engine(model, small()) as engine:
+        request = engine.add_request([1], SamplingParams(max_tokens=9), request_id="r")
+        assert not engine.abort("nobody")
+        assert engine.abort("r")
+        assert engine.abort("r")  # twice before the next step: asked for, done once
+        engine.run()
+        assert not engine.abort("r")
+    assert request.finish_reason == "abort"
+    check_invariants(engine, [request])
+
+
+def test_a_waiting_request_can_be_aborted(model: LlamaForCausalLM) -> None:
+    jobs = [Job((1, 2)), Job((3, 4), abort=1), Job((5, 6))]
+    play(model, make_engine(model, small(max_num_seqs=1)), jobs)
+
+
+# ------------------------------------------------------------------ engine shell
+
+
+def test_start_empty_go_idle_and_start_again(model: LlamaForCausalLM) -> None:
+    with make_engine(model, small()) as engine:
+        assert engine.step() == []
+        for _ in range(2):
+            request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))
+            engine.run()
+            check_tokens(model, [Job((1, 2, 3), request.params)], [request])
+    check_invariants(engine, [])
+
+
+@pytest.mark.parametrize("phase", ["h2d", "compute", "d2h"])
+def test_an_error_on_any_stream_reaches_the_caller_with_its_cause(phase: str) -> None:
+    def fail(lane: str, at: str) -> float:
+        if at == phase:
+            raise OSError("planted")
+        return 0.0
+
+    engine = AsyncEngine(ScriptedRunner(), small(), ThreadsDevice(delay=fail))
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=8))
+    with pytest.raises(StreamError, match=f"{phase} of batch 0 failed") as caught:
+        engine.run()
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(StreamError):
+        engine.close()
+
+
+def test_the_model_is_given_back_as_it_was() -> None:
+    mine = tiny_model()
+    mine.train()
+    before = mine.config._attn_implementation
+    with make_engine(mine, small()) as engine:
+        assert mine.config._attn_implementation == "cbasync"
+        engine.add_request([1, 2], SamplingParams(max_tokens=8))
+        engine.run()
+    assert mine.training
+    assert mine.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_grad_modes_of_the_caller(model: LlamaForCausalLM, outer: bool) -> None:
+    with torch.inference_mode(outer):
+        engine = make_engine(model, small())
+    with torch.inference_mode(not outer), engine:
+        request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=5))
+        engine.run()
+    check_tokens(model, [Job((1, 2, 3), request.params)], [request])
+
+
+def test_no_thread_is_left_behind(model: LlamaForCausalLM) -> None:
+    before = threading.active_count()
+    for _ in range(3):
+        play(model, make_engine(model, small()), [Job((1, 2))])
+    assert threading.active_count() == before
+
+
+# ------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "prompt is empty, at least 1 token"),
+        ([1, 17], {}, r"prompt\[1\] is 17, token ids go from 0 to 16"),
+        ([1, -1], {}, r"prompt\[1\] is -1"),
+        ([1.5], {}, r"prompt\[0\] is 1.5, a whole token id"),
+        ([[1, 2]], {}, r"prompt\[0\] is \[1, 2\]"),
+        (torch.tensor([[1, 2]]), {}, r"prompt\[0\] is \[1, 2\]"),
+        ("text", {}, "prompt is str, a flat list"),
+        ([1], {"max_tokens": 0}, "max_tokens is 0"),
+        ([1], {"max_tokens": -3}, "max_tokens is -3"),
+        ([1], {"temperature": -1.0}, "temperature is -1.0"),
+        ([1], {"temperature": float("nan")}, "temperature is nan"),
+        ([1], {"seed": -1}, "seed is -1"),
+        ([1], {"max_tokens": 64}, "max_model_len is 64"),
+        ([1] * 30, {"max_tokens": 20}, "need 13 blocks of 4, the cache has 12"),
+    ],
+)
+def test_bad_input_is_refused_and_neighbours_go_on(
+    model: LlamaForCausalLM, prompt: object, params: dict[str, object], message: str
+) -> None:
+    with make_engine(model, small(num_blocks=12)) as engine:
+        good = engine.add_request([1, 2, 3], SamplingParams(max_tokens=6))
+        engine.step()
+        with pytest.raises(ValueError, match=message):
+            engine.add_request(prompt, SamplingParams(**params))  # type: ignore[arg-type]
+        engine.run()
+    check_invariants(engine, [good])
+    check_tokens(model, [Job((1, 2, 3), good.params)], [good])
+
+
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(4, 4), (1, 16), (16, 1)])
+def test_what_just_fits_runs_and_one_more_is_refused(
+    model: LlamaForCausalLM, block_size: int, num_blocks: int
+) -> None:
+    config = small(block_size=block_size, num_blocks=num_blocks)
+    prompt = tuple(range(10))
+    with make_engine(model, config) as engine:
+        with pytest.raises(ValueError, match="10 prompt \\+ 8 new tokens need"):
+            engine.add_request(prompt, SamplingParams(max_tokens=8))
+        with pytest.raises(ValueError, match="20 prompt \\+ 1 new tokens need"):
+            engine.add_request([1] * 20, SamplingParams(max_tokens=1))
+        fits = engine.add_request(prompt, SamplingParams(max_tokens=7))
+        last = engine.add_request([1, 2, 3], SamplingParams(max_tokens=3))
+        engine.run()
+    check_invariants(engine, [fits, last])
+    assert fits.finish_reason == last.finish_reason == "length"
+
+
+def test_a_duplicate_id_is_refused_while_alive(model: LlamaForCausalLM) -> None:
+    with make_engine(model, small()) as engine:
+        engine.add_request([1], SamplingParams(max_tokens=2), request_id="a")
+        with pytest.raises(ValueError, match="request_id 'a' is in use"):
+            engine.add_request([2], SamplingParams(max_tokens=2), request_id="a")
+        engine.run()
+        again = engine.add_request([2], SamplingParams(max_tokens=2), request_id="a")
+        engine.run()
+    assert again.is_finished
+
+
+def test_config_longer_than_the_model(model: LlamaForCausalLM) -> None:
+    with pytest.raises(ValueError, match="the model has 2048 positions"):
+        make_engine(model, small(max_model_len=4096))
