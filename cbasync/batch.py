@@ -12,6 +12,7 @@ from cbasync.io_slot import IOSlot
 from cbasync.kv_cache import blocks_for
 from cbasync.request import Request
 from cbasync.scheduler import SchedulerOutput
+from cbasync.trace import Work
 
 Ints = npt.NDArray[np.int64]
 
@@ -32,6 +33,22 @@ class BatchShape:
     is_greedy: bool
     query_lens: tuple[int, ...] | None  # [R], None: one token each, decodes only
     seq_lens: tuple[int, ...] | None  # [R], None as above
+    num_context: int  # tokens in the cache after this batch, over all rows
+
+    @property
+    def work(self) -> Work:
+        """How much there is to do for this batch."""
+        return Work(self.num_requests, self.num_tokens, self.num_context)
+
+    def h2d_work(self, io_slot: IOSlot) -> Work:
+        """What the copy of the inputs moves."""
+        num_bytes = 4 * io_slot.layout.used(self.num_requests)
+        return self.work._replace(num_bytes=num_bytes)
+
+    def d2h_work(self, io_slot: IOSlot) -> Work:
+        """What the copy of the sampled tokens moves."""
+        num_bytes = io_slot.host_sampled.element_size() * self.num_sampled
+        return self.work._replace(num_bytes=num_bytes)
 
 
 class RequestTable:
@@ -131,6 +148,7 @@ class BatchBuilder:
             is_greedy=is_greedy,
             query_lens=tuple(lengths.tolist()) if is_mixed else None,
             seq_lens=tuple(stops.tolist()) if is_mixed else None,
+            num_context=int(stops.sum()),
         )
 
     def _fill_block_table(self, io_slot: IOSlot, rows: Ints, max_seq_len: int) -> None:

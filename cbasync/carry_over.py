@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from cbasync.config import EngineConfig
-from cbasync.devices.base import Device, Resource
+from cbasync.devices.access import Resource
+from cbasync.devices.base import Device
 from cbasync.io_slot import IOSlot
 
 

@@ -76,7 +76,11 @@ class EngineConfig:
             )
         _at_least("num_slots", self.num_slots, 0)
         if self.num_slots == 0:
-            object.__setattr__(self, "num_slots", self.default_num_slots)
+            # With enough slots these two edges follow from collecting in order: only a
+            # ring that is one short shows what they are for.
+            is_short = bool(self.ablate & {"slot_refill", "slot_reuse"})
+            slots = max(1, self.default_num_slots - is_short)
+            object.__setattr__(self, "num_slots", slots)
 
     @property
     def default_num_slots(self) -> int:

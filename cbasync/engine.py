@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
 
 from cbasync.batch import BatchBuilder, BatchShape, RequestTable
 from cbasync.carry_over import make_carry_over
 from cbasync.config import EngineConfig
-from cbasync.devices import Access, Device, make_device
-from cbasync.devices.base import Resource
+from cbasync.devices import Access, Device, Resource, make_device
 from cbasync.io_slot import IOSlot, SlotLayout
 from cbasync.model_runner import Runner
 from cbasync.request import Request, check_prompt
 from cbasync.sampling import SamplingParams
 from cbasync.scheduler import Scheduler, SchedulerOutput
 from cbasync.timeline import Timeline
+from cbasync.trace import Work
 
 
 class InFlight(NamedTuple):
@@ -32,6 +32,11 @@ class InFlight(NamedTuple):
     output: SchedulerOutput
     shape: BatchShape
     io_slot: IOSlot
+
+
+def block_names(blocks: Iterable[int]) -> list[Resource]:
+    """KV blocks as resources."""
+    return [f"block {block}" for block in blocks]
 
 
 class Engine:
@@ -66,8 +71,9 @@ class Engine:
             IOSlot(index, self.device, layout) for index in range(config.num_slots)
         ]
         self.h2d_stream = self.device.stream("h2d")
-        self.compute_stream = self.device.stream("compute")
+        self.compute_streams = [self.device.stream("compute")]
         self.d2h_stream = self.device.stream("d2h")
+        self.poison_stream = self.h2d_stream
         self.carry_over = make_carry_over(config, self.device)
         self.table = RequestTable(config)
         self.builder = BatchBuilder(config, self.table)
@@ -78,6 +84,8 @@ class Engine:
     def _drop_edges(self) -> None:
         """Take edges away, loudly: for teaching and for tests of the detector."""
         self.device.ablate = self.config.ablate
+        if "compute_order" in self.config.ablate:
+            self.compute_streams.append(self.device.stream("compute 2"))
         warnings.warn(
             f"this engine runs with {self.config.num_slots} slots and without "
             f"{sorted(self.config.ablate)}: expect wrong tokens",
@@ -168,33 +176,42 @@ class Engine:
             self._forget_finished()
             if output is None:
                 phase.batch = -1
+            else:
+                phase.work = Work(len(output.occurrences), output.num_tokens)
         return output
 
     def launch(self, output: SchedulerOutput) -> None:
         """Prepare a batch and put h2d, compute and d2h in their queues."""
-        io_slot = self.io_slots[output.batch % len(self.io_slots)]
-        shape = self._prepare(io_slot, output)
         batch, previous = output.batch, self._previous
-        h2d, compute, d2h = self.h2d_stream, self.compute_stream, self.d2h_stream
+        h2d, d2h = self.h2d_stream, self.d2h_stream
+        compute = self.compute_streams[batch % len(self.compute_streams)]
+        io_slot = self.io_slots[batch % len(self.io_slots)]
+        if io_slot.was_used:  # nothing of its last batch may be overwritten too early
+            io_slot.h2d_done.synchronize(edge="slot_refill")
+            h2d.wait(io_slot.compute_done, edge="slot_reuse")
+            compute.wait(io_slot.d2h_done, edge="slot_reuse")
+        io_slot.was_used = True
+        shape = self._prepare(io_slot, output)
 
-        h2d.wait(io_slot.compute_done, edge="slot_reuse")
+        if self.config.debug and output.new_blocks:
+            self._poison(output)
         h2d.launch(
             lambda: io_slot.copy_inputs(shape.num_requests),
-            io_slot.access("h2d", batch),
+            io_slot.access("h2d", batch, shape.h2d_work(io_slot)),
         )
         h2d.record(io_slot.h2d_done)
 
         compute.wait(io_slot.h2d_done)
         compute.launch(
             lambda: self.runner.compute(shape, io_slot, previous, self.carry_over),
-            self._compute_access(output, io_slot, previous),
+            self._compute_access(output, shape, io_slot, previous),
         )
         compute.record(io_slot.compute_done)
 
         d2h.wait(io_slot.compute_done)
         d2h.launch(
             lambda: io_slot.copy_sampled(shape.num_sampled),
-            io_slot.access("d2h", batch),
+            io_slot.access("d2h", batch, shape.d2h_work(io_slot)),
         )
         d2h.record(io_slot.d2h_done)
 
@@ -205,7 +222,8 @@ class Engine:
         """Wait for the oldest batch in flight and book its tokens."""
         output, shape, io_slot = self.in_flight.popleft()
         io_slot.d2h_done.synchronize()
-        with self.device.host_phase(io_slot.access("update", output.batch)):
+        access = io_slot.access("update", output.batch, shape.work)
+        with self.device.host_phase(access):
             tokens = io_slot.host_sampled[: shape.num_sampled].numpy()
             self.table.book(output, tokens)
             changed = self.scheduler.update(output, tokens.tolist())
@@ -213,17 +231,31 @@ class Engine:
         return changed
 
     def _prepare(self, io_slot: IOSlot, output: SchedulerOutput) -> BatchShape:
-        io_slot.h2d_done.synchronize(edge="slot_refill")
-        with self.device.host_phase(io_slot.access("prepare", output.batch)):
+        access = io_slot.access("prepare", output.batch)
+        with self.device.host_phase(access) as phase:
             self.table.apply(output)
-            return self.builder.fill(io_slot, output)
+            shape = self.builder.fill(io_slot, output)
+            phase.work = shape.work
+        return shape
+
+    def _poison(self, output: SchedulerOutput) -> None:
+        """Debug mode: spoil the blocks that have a new owner, before it has them."""
+        blocks = [block for _, _, block in output.new_blocks]
+        self.poison_stream.launch(
+            lambda: self.runner.poison(blocks),
+            Access("h2d", output.batch, -1, tuple, lambda: block_names(blocks)),
+        )
 
     def _forget_finished(self) -> None:
         for request in self.scheduler.take_finished():
             del self.requests[request.request_id]
 
     def _compute_access(
-        self, output: SchedulerOutput, io_slot: IOSlot, previous: IOSlot | None
+        self,
+        output: SchedulerOutput,
+        shape: BatchShape,
+        io_slot: IOSlot,
+        previous: IOSlot | None,
     ) -> Access:
         """Names of all that a batch's forward pass reads and writes."""
 
@@ -232,19 +264,18 @@ class Engine:
             return [
                 *io_slot.resources("device"),
                 *self.carry_over.reads(previous, carries),
-                *(f"block {block}" for block in output.blocks_read()),
+                *block_names(output.blocks_read()),
             ]
 
         def writes() -> list[Resource]:
             rows = [o.row for o in output.occurrences if o.rank >= 0]
-            written = output.blocks_written(self.config.block_size)
             return [
                 *io_slot.sampled("device"),
                 *self.carry_over.writes(rows),
-                *(f"block {block}" for block in written),
+                *block_names(output.blocks_written(self.config.block_size)),
             ]
 
-        return Access("compute", output.batch, io_slot.index, reads, writes)
+        return Access("compute", output.batch, io_slot.index, reads, writes, shape.work)
 
     # ------------------------------------------------------------------ life cycle
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from cbasync.config import EngineConfig
-from cbasync.devices.base import Access, Device, Resource
+from cbasync.devices.access import Access, Resource
+from cbasync.devices.base import Device
+from cbasync.trace import NO_WORK, Work
 
 SLOT_LETTERS = "ABCD"
 
@@ -88,6 +90,7 @@ class IOSlot:
     def __init__(self, index: int, device: Device, layout: SlotLayout) -> None:
         self.index = index
         self.layout = layout
+        self.was_used = False
         self.host_inputs = device.host_buffer((layout.size,), torch.int32)
         self.device_inputs = device.device_buffer((layout.size,), torch.int32)
         requests = layout.sections["seq_lens"]
@@ -99,6 +102,7 @@ class IOSlot:
         self.d2h_done = device.event("d2h_done")
         self.host = _host_views(self.host_inputs, layout)
         self.device = _device_views(self.device_inputs, layout)
+        self._owners: dict[str, IOSlot] = {}
 
     @property
     def letter(self) -> str:
@@ -112,13 +116,16 @@ class IOSlot:
 
     def resources(self, side: str) -> list[Resource]:
         """Names of the input arrays on one side, `host` or `device`."""
-        return [f"slot {self.letter} {side}_{name}" for name in self.layout.sections]
+        return [
+            f"slot {self._owners.get(name, self).letter} {side}_{name}"
+            for name in self.layout.sections
+        ]
 
     def sampled(self, side: str) -> list[Resource]:
         """Name of the sampled tokens on one side."""
         return [f"slot {self.letter} {side}_sampled"]
 
-    def access(self, phase: str, batch: int) -> Access:
+    def access(self, phase: str, batch: int, work: Work = NO_WORK) -> Access:
         """What a phase touches of this slot, for any phase but compute."""
         reads: dict[str, Callable[[], list[Resource]]] = {
             "h2d": lambda: self.resources("host"),
@@ -131,13 +138,26 @@ class IOSlot:
             "d2h": lambda: self.sampled("host"),
         }
         return Access(
-            phase, batch, self.index, reads.get(phase, list), writes.get(phase, list)
+            phase,
+            batch,
+            self.index,
+            reads.get(phase, list),
+            writes.get(phase, list),
+            work,
         )
+
+    def share(self, name: str, owner: IOSlot) -> None:
+        """Move one array out of this slot, into another's: a mistake, for teaching."""
+        self.host[name], self.device[name] = owner.host[name], owner.device[name]
+        self._owners[name] = owner
 
     def copy_inputs(self, num_requests: int) -> None:
         """The h2d op: one copy of all that the batch uses."""
         used = self.layout.used(num_requests)
         self.device_inputs[:used].copy_(self.host_inputs[:used], non_blocking=True)
+        for name, owner in self._owners.items():
+            place = slice(*self.layout.sections[name])
+            owner.device_inputs[place].copy_(owner.host_inputs[place])
 
     def copy_sampled(self, num_sampled: int) -> None:
         """The d2h op: the sampled tokens back to the host."""

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# Large, but finite: what attention masks out gets weight 0, and 0 times NaN is NaN.
+_POISON = 1e4
+
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """How many blocks hold this many tokens.
@@ -227,9 +230,9 @@ class KVCache:
         )
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with NaN: a read before the first write shows at once."""
+        """Spoil blocks: a read before the first write turns tokens at once."""
         for tensor in (*self.keys, *self.values):
-            tensor[list(blocks)] = float("nan")
+            tensor[list(blocks)] = _POISON
 
 
 def _zeros(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -36,6 +36,9 @@ class Runner(Protocol):
     ) -> None:
         """The compute op: device inputs to device tokens, in place."""
 
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Spoil blocks that have a new owner, so that a read of old content shows."""
+
     def close(self) -> None:
         """Leave the model as it was found."""
 
@@ -55,12 +58,14 @@ class ModelRunner:
         self.max_positions = int(getattr(text, "max_position_embeddings", 0)) or 1 << 30
         self.cache: KVCache | None = None
         self.debug = False
+        self.races_expected = False
         self._former_attention = model.config._attn_implementation
         self._was_training = model.training
 
     def prepare(self, config: EngineConfig, device: Device) -> None:
         """Take the model over and make its KV cache."""
         self.debug = config.debug
+        self.races_expected = not config.is_safe
         self.model.eval()
         self.model.set_attn_implementation(attention.NAME)
         text = self.model.config.get_text_config()
@@ -92,11 +97,14 @@ class ModelRunner:
             input_ids = carry(input_ids.long(), inputs["carry_over"][tokens], source)
         if self.debug:
             self._check_carried(input_ids)
+        logits_indices = inputs["logits_indices"][sampled].long()
+        if self.races_expected:  # an old index must give a wrong token, not a crash
+            logits_indices.clamp_(max=shape.num_tokens - 1)
         logits = self.model(
             input_ids=input_ids.unsqueeze(0),
             position_ids=inputs["positions"][tokens].long().unsqueeze(0),
             use_cache=False,
-            logits_to_keep=inputs["logits_indices"][sampled].long(),
+            logits_to_keep=logits_indices,
             paged=attention.PagedBatch(
                 cache=self.cache,
                 shape=shape,
@@ -106,17 +114,17 @@ class ModelRunner:
             ),
         ).logits[0]
         if shape.num_sampled:
-            self._sample(logits, shape, io_slot, carry_over)
+            self._sample(logits, logits_indices, shape, io_slot, carry_over)
 
     def _sample(
         self,
         logits: torch.Tensor,
+        logits_indices: torch.Tensor,
         shape: BatchShape,
         io_slot: IOSlot,
         carry_over: CarryOver,
     ) -> None:
         inputs, sampled = io_slot.device, slice(shape.num_sampled)
-        indices = inputs["logits_indices"][sampled].long()
         if shape.is_greedy:
             chosen = logits.argmax(dim=-1)
         else:
@@ -124,7 +132,7 @@ class ModelRunner:
                 logits,
                 inputs["temperature"][sampled],
                 inputs["seeds"][sampled],
-                inputs["positions"].index_select(0, indices) + 1,
+                inputs["positions"].index_select(0, logits_indices) + 1,
             )
         io_slot.device_sampled[sampled] = chosen
         carry_over.publish(chosen, inputs["token_rows"][sampled])
@@ -140,6 +148,11 @@ class ModelRunner:
             raise RuntimeError(
                 f"input_ids{places} are still placeholders: nothing was carried over"
             )
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Spoil blocks that have a new owner; see `KVCache.poison`."""
+        assert self.cache is not None, "prepare() comes first"
+        self.cache.poison(blocks)
 
     def close(self) -> None:
         """Give the model back as it was."""
@@ -188,6 +201,9 @@ class ScriptedRunner:
         chosen = self.script(input_ids[last], inputs["positions"][last].long())
         io_slot.device_sampled[sampled] = chosen
         carry_over.publish(chosen, inputs["token_rows"][sampled])
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Nothing to spoil."""
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -11,15 +11,24 @@ import html
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cbasync import timeline_text, trace
-from cbasync.trace import LANES, PHASES, Span
+from cbasync.trace import LANES, PHASES, Span, Work
 
-__all__ = ["CAUSES", "LANES", "PHASES", "IdleGap", "Span", "Timeline", "side_by_side"]
+__all__ = [
+    "CAUSES",
+    "LANES",
+    "PHASES",
+    "IdleGap",
+    "Span",
+    "Timeline",
+    "Work",
+    "side_by_side",
+]
 
 CAUSES = ("schedule", "prepare", "update", "h2d", "sync", "host", "drain")
 HOST_PHASES = ("schedule", "prepare", "update")
@@ -227,7 +236,17 @@ class Timeline:
     def records(self) -> list[dict[str, Any]]:
         """Spans as plain dicts, sorted by start: rows for a table."""
         return [
-            asdict(s) | {"slot_letter": s.slot_letter, "duration_us": s.duration_us}
+            {
+                "lane": s.lane,
+                "phase": s.phase,
+                "batch": s.batch,
+                "slot": s.slot,
+                "slot_letter": s.slot_letter,
+                "start_us": s.start_us,
+                "end_us": s.end_us,
+                "duration_us": s.duration_us,
+                **s.work._asdict(),
+            }
             for s in sorted(self.spans, key=_order)
         ]
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PHASES = ("schedule", "prepare", "h2d", "compute", "d2h", "update")
 LANES = ("cpu", "h2d", "compute", "d2h")
@@ -24,6 +24,22 @@ CATEGORIES = {
     "compute": "kernel",
     "d2h": "gpu_memcpy",
 }
+
+
+class Work(NamedTuple):
+    """How much there is to do for a batch; what a cost model multiplies.
+
+    >>> Work(num_requests=2, num_tokens=5, num_context=40)
+    Work(num_requests=2, num_tokens=5, num_context=40, num_bytes=0)
+    """
+
+    num_requests: int = 0  # rows of the batch
+    num_tokens: int = 0  # tokens computed
+    num_context: int = 0  # tokens in the cache that they attend to, over all rows
+    num_bytes: int = 0  # bytes copied
+
+
+NO_WORK = Work()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +62,7 @@ before start
     slot: int  # index of the IOSlot, -1: none
     start_us: float
     end_us: float
+    work: Work = NO_WORK
 
     def __post_init__(self) -> None:
         if self.lane not in LANES:
@@ -107,6 +124,7 @@ def _event(span: Span, number: int) -> dict[str, Any]:
         "batch": span.batch,
         "slot": span.slot,
         "end_us": span.end_us,
+        "work": list(span.work),
     }
     if span.lane != "cpu":
         args |= {"device": 0, "stream": tid, "correlation": number + 1}
@@ -156,6 +174,7 @@ def _span(event: dict[str, Any]) -> Span:
         args["slot"],
         event["ts"],
         args["end_us"],
+        Work(*args["work"]),
     )
 
 

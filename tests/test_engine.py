@@ -76,7 +76,7 @@ def test_delays_change_nothing(
     model: LlamaForCausalLM, config: EngineConfig, jobs: list[Job], seed: int
 ) -> None:
     delays = random.Random(seed)
-    device = ThreadsDevice(delay=lambda lane, phase: delays.random() * 0.002)
+    device = ThreadsDevice(delay=lambda phase: delays.random() * 0.002)
     play(model, make_engine(model, config, device=device), jobs)
 
 
@@ -267,7 +267,7 @@ def test_start_empty_go_idle_and_start_again(model: LlamaForCausalLM) -> None:
 
 @pytest.mark.parametrize("phase", ["h2d", "compute", "d2h"])
 def test_an_error_on_any_stream_reaches_the_caller_with_its_cause(phase: str) -> None:
-    def fail(lane: str, at: str) -> float:
+    def fail(at: str) -> float:
         if at == phase:
             raise OSError("planted")
         return 0.0

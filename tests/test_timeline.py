@@ -340,6 +340,10 @@ def test_records_are_rows_of_plain_values() -> None:
         "end_us": 4000,
         "slot_letter": "A",
         "duration_us": 1000,
+        "num_requests": 0,
+        "num_tokens": 0,
+        "num_context": 0,
+        "num_bytes": 0,
     }
     assert [row["phase"] for row in rows] == [bar[1] for bar in BARS]
 
@@ -567,6 +571,7 @@ def test_trace_events_look_like_a_profilers() -> None:
         "batch": 0,
         "slot": 0,
         "end_us": 12000,
+        "work": [0, 0, 0, 0],
         "device": 0,
         "stream": 2,
         "correlation": 3,

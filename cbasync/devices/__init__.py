@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from cbasync.devices.base import Access, Device, Event, Stream, StreamError
+from cbasync.devices.access import Access, Observer, Resource
+from cbasync.devices.base import Device, Event, Stream, StreamError
 from cbasync.devices.cuda import CudaDevice
+from cbasync.devices.sim import SimDevice
 from cbasync.devices.threads import ThreadsDevice
 
 __all__ = [
@@ -13,13 +15,20 @@ __all__ = [
     "CudaDevice",
     "Device",
     "Event",
+    "Observer",
+    "Resource",
+    "SimDevice",
     "Stream",
     "StreamError",
     "ThreadsDevice",
     "make_device",
 ]
 
-DEVICES: dict[str, type[Device]] = {"threads": ThreadsDevice, "cuda": CudaDevice}
+DEVICES: dict[str, type[Device]] = {
+    "threads": ThreadsDevice,
+    "cuda": CudaDevice,
+    "sim": SimDevice,
+}
 
 
 def make_device(name: str = "auto", **options: object) -> Device:
@@ -28,13 +37,13 @@ def make_device(name: str = "auto", **options: object) -> Device:
     >>> make_device("tpu")
     Traceback (most recent call last):
     ...
-    ValueError: device is 'tpu', the devices are auto, threads, cuda: choose one of them
+    ValueError: device is 'tpu', the devices are auto, threads, cuda, sim: choose one
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "threads"
     if name not in DEVICES:
         raise ValueError(
             f"device is {name!r}, the devices are {', '.join(['auto', *DEVICES])}: "
-            "choose one of them"
+            "choose one"
         )
     return DEVICES[name](**options)

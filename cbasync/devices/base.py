@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from cbasync.devices.access import Access, Observer
 from cbasync.timeline import Span, Timeline
-
-Resource = Hashable
-"""A thing that is read or written: a slot's array, a KV block, a token row."""
-
-
-class Access(NamedTuple):
-    """What one op or one host phase touches, and on whose behalf.
-
-    `reads` and `writes` are only called when somebody watches: naming every KV block
-    of a batch costs more than scheduling it.
-    """
-
-    phase: str
-    batch: int = -1
-    slot: int = -1
-    reads: Callable[[], Iterable[Resource]] = tuple
-    writes: Callable[[], Iterable[Resource]] = tuple
-
-
-class Observer(Protocol):
-    """Sees every call of the interface, in the order the host makes them."""
-
-    def on_launch(self, stream: Stream, access: Access) -> None: ...
-
-    def on_record(self, stream: Stream, event: Event) -> None: ...
-
-    def on_wait(self, stream: Stream, event: Event, edge: str) -> None: ...
-
-    def on_synchronize(self, event: Event, edge: str) -> None: ...
-
-    def on_host(self, access: Access) -> None: ...
+from cbasync.trace import NO_WORK, Work
 
 
 class StreamError(RuntimeError):
@@ -70,7 +40,7 @@ class Event(ABC):
             return
         self._synchronize()
         for observer in self.device.observers:
-            observer.on_synchronize(self, edge)
+            observer.on_synchronize(self)
 
     @abstractmethod
     def query(self) -> bool:
@@ -86,20 +56,20 @@ class Event(ABC):
 class Stream(ABC):
     """A queue of ops that run one after the other, beside the host."""
 
-    def __init__(self, device: Device, lane: str) -> None:
+    def __init__(self, device: Device, name: str) -> None:
         self.device = device
-        self.lane = lane
+        self.name = name
 
     def launch(self, op: Callable[[], None], access: Access) -> None:
         """Put an op in the queue and return at once."""
         for observer in self.device.observers:
-            observer.on_launch(self, access)
+            observer.on_launch(self.name, access)
         self._launch(op, access)
 
     def record(self, event: Event) -> None:
         """Mark this point of the queue with the event."""
         for observer in self.device.observers:
-            observer.on_record(self, event)
+            observer.on_record(self.name, event)
         self._record(event)
 
     def wait(self, event: Event, edge: str = "") -> None:
@@ -108,7 +78,7 @@ class Stream(ABC):
         if edge in self.device.ablate:
             return
         for observer in self.device.observers:
-            observer.on_wait(self, event, edge)
+            observer.on_wait(self.name, event)
         self._wait(event)
 
     @abstractmethod
@@ -121,14 +91,15 @@ class Stream(ABC):
     def _wait(self, event: Event) -> None: ...
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.lane})"
+        return f"{type(self).__name__}({self.name})"
 
 
 @dataclass(slots=True)
 class HostPhase:
-    """Host work under way. Its batch may turn out not to exist: then it is -1."""
+    """Host work under way; what it finds out about its batch is filled in meanwhile."""
 
-    batch: int
+    batch: int  # -1: there was no batch after all
+    work: Work = NO_WORK
 
 
 class Device(ABC):
@@ -151,8 +122,8 @@ class Device(ABC):
         return self._timeline
 
     @abstractmethod
-    def stream(self, lane: str) -> Stream:
-        """A new stream, drawn on `lane` of the timeline."""
+    def stream(self, name: str) -> Stream:
+        """A new stream."""
 
     @abstractmethod
     def event(self, name: str) -> Event:
@@ -182,19 +153,28 @@ class Device(ABC):
         """Time one phase of host work and log it on the cpu lane."""
         for observer in self.observers:
             observer.on_host(access)
-        host_phase = HostPhase(access.batch)
+        self._begin_host(access)
+        phase = HostPhase(access.batch, access.work)
         start_us = self.now_us()
-        yield host_phase
+        yield phase
+        self._end_host(access, phase)
         self._timeline.add(
             Span(
                 "cpu",
                 access.phase,
-                host_phase.batch,
+                phase.batch,
                 access.slot,
                 start_us,
                 self.now_us(),
+                phase.work,
             )
         )
+
+    def _begin_host(self, access: Access) -> None:
+        """Called before the host works; a clock of its own settles there."""
+
+    def _end_host(self, access: Access, phase: HostPhase) -> None:
+        """Called after the host has worked; a clock of its own advances there."""
 
     def __enter__(self) -> Device:
         return self
@@ -204,3 +184,9 @@ class Device(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.torch_device})"
+
+
+def plain_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """CPU memory that any thread may change, whatever the caller's grad mode is."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype)

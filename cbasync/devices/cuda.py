@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cbasync.devices.base import Access, Device, Event, Stream
+from cbasync.devices.access import Access
+from cbasync.devices.base import Device, Event, Stream
 from cbasync.timeline import Span, Timeline
 
 _MAX_DRAWS = 64  # PyTorch hands streams out from a pool of 32 a priority, in turn
@@ -35,8 +36,8 @@ class CudaStream(Stream):
 
     device: CudaDevice
 
-    def __init__(self, device: CudaDevice, lane: str, raw: torch.cuda.Stream) -> None:
-        super().__init__(device, lane)
+    def __init__(self, device: CudaDevice, name: str, raw: torch.cuda.Stream) -> None:
+        super().__init__(device, name)
         self.raw = raw
 
     def _launch(self, op: Callable[[], None], access: Access) -> None:
@@ -49,7 +50,7 @@ class CudaStream(Stream):
             start.record(self.raw)
             op()
             end.record(self.raw)
-        device.timed.append((self.lane, access, start, end))
+        device.timed.append((access, start, end))
         if len(device.timed) > _MAX_TIMED:
             device.read_timers()
 
@@ -78,9 +79,7 @@ class CudaDevice(Device):
         super().__init__()
         self.torch_device = torch.device("cuda", index)
         self.record_timeline = record_timeline
-        self.timed: deque[tuple[str, Access, torch.cuda.Event, torch.cuda.Event]] = (
-            deque()
-        )
+        self.timed: deque[tuple[Access, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._spare_timers: list[torch.cuda.Event] = []
         self._handles: set[int] = set()
         self._streams: list[CudaStream] = []
@@ -96,7 +95,7 @@ class CudaDevice(Device):
         self.read_timers()
         return self._timeline
 
-    def stream(self, lane: str) -> CudaStream:
+    def stream(self, name: str) -> CudaStream:
         for _ in range(_MAX_DRAWS):
             raw = torch.cuda.Stream(self.torch_device)
             if raw.cuda_stream not in self._handles:
@@ -107,7 +106,7 @@ class CudaDevice(Device):
                 "PyTorch's pool: two of them would share a queue; close a device"
             )
         self._handles.add(raw.cuda_stream)
-        stream = CudaStream(self, lane, raw)
+        stream = CudaStream(self, name, raw)
         self._streams.append(stream)
         return stream
 
@@ -144,11 +143,19 @@ class CudaDevice(Device):
 
     def read_timers(self) -> None:
         """Turn finished pairs of timing events into spans."""
-        while self.timed and self.timed[0][3].query():
-            lane, access, start, end = self.timed.popleft()
+        while self.timed and self.timed[0][2].query():
+            access, start, end = self.timed.popleft()
             begin_us = self._zero.elapsed_time(start) * 1e3
             end_us = begin_us + start.elapsed_time(end) * 1e3
             self._timeline.add(
-                Span(lane, access.phase, access.batch, access.slot, begin_us, end_us)
+                Span(
+                    access.phase,
+                    access.phase,
+                    access.batch,
+                    access.slot,
+                    begin_us,
+                    end_us,
+                    access.work,
+                )
             )
             self._spare_timers += (start, end)

@@ -10,11 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cbasync.devices.base import Access, Device, Event, Stream, StreamError
+from cbasync.devices.access import Access
+from cbasync.devices.base import Device, Event, Stream, StreamError, plain_zeros
 from cbasync.timeline import Span
 
-Delay = Callable[[str, str], float]
-"""(lane, phase) -> seconds an op is held up before it runs; for tests."""
+Delay = Callable[[str], float]
+"""phase -> seconds an op is held up before it runs; for tests."""
 
 
 class ThreadsEvent(Event):
@@ -43,11 +44,11 @@ class ThreadsStream(Stream):
 
     device: ThreadsDevice
 
-    def __init__(self, device: ThreadsDevice, lane: str) -> None:
-        super().__init__(device, lane)
+    def __init__(self, device: ThreadsDevice, name: str) -> None:
+        super().__init__(device, name)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=self._work, name=f"cbasync-{lane}", daemon=True
+            target=self._work, name=f"cbasync-{name}", daemon=True
         )
         self._thread.start()
 
@@ -80,24 +81,25 @@ class ThreadsStream(Stream):
             return  # what follows a failed op would compute on rubbish
         try:
             if device.delay is not None:
-                time.sleep(device.delay(self.lane, access.phase))
+                time.sleep(device.delay(access.phase))
             start_us = device.now_us()
             op()
         except BaseException as cause:
             device.error = StreamError(
-                f"{access.phase} of batch {access.batch} failed on the {self.lane} "
+                f"{access.phase} of batch {access.batch} failed on the {self.name} "
                 f"stream: {type(cause).__name__}: {cause}"
             )
             device.error.__cause__ = cause
             return
         device.timeline.add(
             Span(
-                self.lane,
+                access.phase,
                 access.phase,
                 access.batch,
                 access.slot,
                 start_us,
                 device.now_us(),
+                access.work,
             )
         )
 
@@ -126,8 +128,8 @@ class ThreadsDevice(Device):
         self._streams: list[ThreadsStream] = []
         self._epoch = time.perf_counter()
 
-    def stream(self, lane: str) -> ThreadsStream:
-        stream = ThreadsStream(self, lane)
+    def stream(self, name: str) -> ThreadsStream:
+        stream = ThreadsStream(self, name)
         self._streams.append(stream)
         return stream
 
@@ -135,10 +137,10 @@ class ThreadsDevice(Device):
         return ThreadsEvent(self, name)
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return _plain_zeros(shape, dtype)
+        return plain_zeros(shape, dtype)
 
     def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return _plain_zeros(shape, dtype)
+        return plain_zeros(shape, dtype)
 
     def now_us(self) -> float:
         return (time.perf_counter() - self._epoch) * 1e6
@@ -158,9 +160,3 @@ class ThreadsDevice(Device):
         for stream in self._streams:
             stream.close()
         self._streams.clear()
-
-
-def _plain_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    # A tensor made in the caller's inference mode could not be changed by a worker.
-    with torch.inference_mode(False):
-        return torch.zeros(shape, dtype=dtype)
