@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cbasync.config import EDGES, EngineConfig
+from cbasync.config import EDGES, CarryOverFamily, EngineConfig
 from cbasync.devices import SimDevice, ThreadsDevice
 from cbasync.devices.base import Device, StreamError
 from cbasync.devices.costs import CostModel, PhaseCost
@@ -104,7 +104,7 @@ def mutants() -> list[Mutant]:
     )
     for name in SlotLayout.of(BASE).sections:
         # Token rows are only written by the per-request family.
-        family = "row" if name == "token_rows" else "slot"
+        family: CarryOverFamily = "row" if name == "token_rows" else "slot"
         config = replace(BASE, carry_over=family)
         table.append(Mutant(f"shared {name}", config, _sharing(name), ""))
     debug = replace(BASE, debug=True)
