@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cbasync.config import EDGES, CarryOverFamily, EngineConfig
-from cbasync.devices import SimDevice, ThreadsDevice
+from cbasync.devices import SimDevice
+from cbasync.devices import make_device as make_named_device
 from cbasync.devices.base import Device, StreamError
 from cbasync.devices.costs import CostModel, PhaseCost
 from cbasync.devices.races import Race, RaceDetector
@@ -85,7 +86,8 @@ def _sharing(name: str) -> Build:
 
 
 def _complete(config: EngineConfig, device: Device) -> AsyncEngine:
-    return AsyncEngine(ModelRunner(tiny_model()), config, device)
+    model = tiny_model().to(device.torch_device)  # type: ignore[arg-type]
+    return AsyncEngine(ModelRunner(model), config, device)
 
 
 def _foreign_kv_write(config: EngineConfig, device: Device) -> AsyncEngine:
@@ -139,11 +141,7 @@ def make_device(name: str, order: Order = "worst") -> Device:
     """A device to run mutants on: `sim` in the given order, `threads`, or `cuda`."""
     if name == "sim":
         return SimDevice(costs=EVEN_COSTS, order=order)
-    if name == "threads":
-        return ThreadsDevice()
-    from cbasync.devices import CudaDevice
-
-    return CudaDevice()
+    return make_named_device(name)
 
 
 def tokens_of(engine: Engine) -> tuple[tuple[int, ...], ...]:

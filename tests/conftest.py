@@ -9,7 +9,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from transformers import LlamaForCausalLM
 
+from cbasync.devices import Device, SimDevice, make_device
 from cbasync.models import tiny_model
+from cbasync.mutants import EVEN_COSTS
 
 torch.set_num_threads(1)
 
@@ -33,7 +35,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+class Machine:
+    """A kind of device with a model on it: what every engine test runs on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.model = tiny_model()
+        if name == "cuda":
+            self.model.to("cuda")  # type: ignore[arg-type]
+
+    def new_device(self) -> Device:
+        """A fresh device of this kind."""
+        if self.name == "sim":
+            # The wrongest order that the events allow: what is right here is right
+            # on any machine.
+            return SimDevice(costs=EVEN_COSTS, order="worst")
+        return make_device(self.name)
+
+
+@pytest.fixture(
+    scope="session",
+    params=["threads", "sim", pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def machine(request: pytest.FixtureRequest) -> Machine:
+    """Two layers, float64, vocabulary 17: small, and it really reads its cache."""
+    return Machine(request.param)
+
+
 @pytest.fixture(scope="session")
 def model() -> LlamaForCausalLM:
-    """Two layers, float64, vocabulary 17: small, and it really reads its cache."""
+    """The same model by itself, on the CPU."""
     return tiny_model()

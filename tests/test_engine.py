@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from cbasync.model_runner import ModelRunner, ScriptedRunner
 from cbasync.models import tiny_model
 from cbasync.sampling import SamplingParams
 from cbasync.scheduler import Scheduler, SchedulerOutput
+from tests.conftest import Machine
 from tests.oracle import (
     Job,
     check_invariants,
@@ -29,7 +31,6 @@ from tests.oracle import (
     play,
 )
 
-DEVICES = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 FAMILIES = ["slot", "row"]
 DEPTHS = [0, 1, 2, 3]
 
@@ -46,10 +47,14 @@ def small(**changes: object) -> EngineConfig:
     return EngineConfig(**(values | changes))  # type: ignore[arg-type]
 
 
+def on(machine: Machine, config: EngineConfig, **options: Any) -> Engine:
+    """An engine on a fresh device of this machine."""
+    return make_engine(machine.model, config, device=machine.new_device(), **options)
+
+
 # ------------------------------------------------------------------ same tokens
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @given(
     config=configs(),
     jobs=jobs_strategy,
@@ -57,18 +62,14 @@ def small(**changes: object) -> EngineConfig:
     shuffle=st.none() | st.integers(0, 99),
 )
 def test_random_workloads_equal_the_oracle(
-    model: LlamaForCausalLM,
-    device: str,
+    machine: Machine,
     config: EngineConfig,
     jobs: list[Job],
     sync: bool,
     shuffle: int | None,
 ) -> None:
-    play(
-        model,
-        make_engine(model, config, sync=sync, device=device, shuffle=shuffle),
-        jobs,
-    )
+    engine = on(machine, config, sync=sync, shuffle=shuffle)
+    play(machine.model, engine, jobs)
 
 
 @given(config=configs(), jobs=jobs_strategy, seed=st.integers(0, 999))
@@ -81,10 +82,10 @@ def test_delays_change_nothing(
 
 
 @pytest.mark.parametrize("budget", range(1, 14))
-def test_every_chunk_size(model: LlamaForCausalLM, budget: int) -> None:
+def test_every_chunk_size(machine: Machine, budget: int) -> None:
     jobs = [Job(tuple(range(13)), SamplingParams(max_tokens=6)), Job((3, 1, 4))]
     config = small(max_num_batched_tokens=budget)
-    play(model, make_engine(model, config), jobs)
+    play(machine.model, on(machine, config), jobs)
 
 
 class NewestFirst(Scheduler):
@@ -102,7 +103,7 @@ class NewestFirst(Scheduler):
 @pytest.mark.parametrize("rest", [1, 2, 3])
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_request_that_sits_batches_out(
-    model: LlamaForCausalLM, family: str, rest: int, depth: int
+    machine: Machine, family: str, rest: int, depth: int
 ) -> None:
     config = small(max_num_batched_tokens=4, carry_over=family, depth=depth)
     jobs = [
@@ -110,24 +111,26 @@ def test_a_request_that_sits_batches_out(
         Job(tuple(range(3 + 4 * rest)), SamplingParams(max_tokens=3), arrival=3),
     ]
     scheduler = NewestFirst(config)
-    engine = AsyncEngine(ModelRunner(model), config, ThreadsDevice(), scheduler)
+    engine = AsyncEngine(
+        ModelRunner(machine.model), config, machine.new_device(), scheduler
+    )
     batches = watch(engine)
-    play(model, engine, jobs)
+    play(machine.model, engine, jobs)
     first = [[o.request.request_id for o in b.occurrences] for b in batches]
     absent = [ids for ids in first[3:] if "request-0" not in ids]
     assert len(absent) >= rest, f"it never sat out: {first}"
 
 
 def test_seeded_sampling_is_the_same_alone_in_company_and_after_preemption(
-    model: LlamaForCausalLM,
+    machine: Machine,
 ) -> None:
     params = SamplingParams(max_tokens=10, temperature=1.0, seed=5)
     jobs = [Job((i, 2, 3, 4, 5, 6, 7), params) for i in range(4)]
-    result = play(model, make_engine(model, small(num_blocks=6)), jobs)
+    result = play(machine.model, on(machine, small(num_blocks=6)), jobs)
     assert sum(r.num_preemptions for r in result.requests) > 0
     different = SamplingParams(max_tokens=10, temperature=1.0, seed=6)
-    assert expected(model, Job((0, 2, 3), params)) != expected(
-        model, Job((0, 2, 3), different)
+    assert expected(machine.model, Job((0, 2, 3), params)) != expected(
+        machine.model, Job((0, 2, 3), different)
     )
 
 
@@ -151,13 +154,13 @@ def watch(engine: Engine) -> list[SchedulerOutput]:
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
 def test_a_stop_by_length_costs_no_step(
-    model: LlamaForCausalLM, depth: int, max_tokens: int, family: str
+    machine: Machine, depth: int, max_tokens: int, family: str
 ) -> None:
     config = small(depth=depth, carry_over=family)
-    engine = make_engine(model, config)
+    engine = on(machine, config)
     batches = watch(engine)
     result = play(
-        model, engine, [Job((1, 2, 3), SamplingParams(max_tokens=max_tokens))]
+        machine.model, engine, [Job((1, 2, 3), SamplingParams(max_tokens=max_tokens))]
     )
     assert len(batches) == max_tokens
     assert engine.scheduler.discarded_tokens == 0
@@ -168,27 +171,27 @@ def test_a_stop_by_length_costs_no_step(
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_a_stop_by_end_token_costs_depth_rows(
-    model: LlamaForCausalLM, depth: int, at: int, family: str
+    machine: Machine, depth: int, at: int, family: str
 ) -> None:
     prompt = (1, 2, 3)
-    free = expected(model, Job(prompt, SamplingParams(max_tokens=20)))
+    free = expected(machine.model, Job(prompt, SamplingParams(max_tokens=20)))
     eos = free[at]
     assert free.index(eos) == at, "choose a step at which a token is seen first"
     params = SamplingParams(max_tokens=20, stop_token_ids=(eos,))
-    engine = make_engine(model, small(depth=depth, carry_over=family))
-    result = play(model, engine, [Job(prompt, params)])
+    engine = on(machine, small(depth=depth, carry_over=family))
+    result = play(machine.model, engine, [Job(prompt, params)])
     (request,) = result.requests
     assert request.finish_reason == "stop"
     assert request.output_token_ids == free[: at + 1]
     assert request.discarded_tokens == engine.scheduler.discarded_tokens == depth
 
 
-def test_length_wins_over_nothing_and_stop_over_length(model: LlamaForCausalLM) -> None:
+def test_length_wins_over_nothing_and_stop_over_length(machine: Machine) -> None:
     """An end token that is also the last one allowed: the reason is `stop`."""
-    (eos,) = expected(model, Job((1, 2, 3), SamplingParams(max_tokens=1)))
+    (eos,) = expected(machine.model, Job((1, 2, 3), SamplingParams(max_tokens=1)))
     params = SamplingParams(max_tokens=1, stop_token_ids=(eos,))
-    engine = make_engine(model, small(num_blocks=1))
-    result = play(model, engine, [Job((1, 2, 3), params)])
+    engine = on(machine, small(num_blocks=1))
+    result = play(machine.model, engine, [Job((1, 2, 3), params)])
     assert result.requests[0].finish_reason == "stop"
     assert engine.scheduler.discarded_tokens == 0
 
@@ -200,7 +203,7 @@ def test_length_wins_over_nothing_and_stop_over_length(model: LlamaForCausalLM) 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted_with_a_token_in_flight(
-    model: LlamaForCausalLM, sync: bool, depth: int, family: str
+    machine: Machine, sync: bool, depth: int, family: str
 ) -> None:
     """Two requests fill the pool at position 7; position 8 evicts the newer one."""
     config = small(num_blocks=4, depth=depth, carry_over=family)
@@ -208,35 +211,35 @@ def test_preempted_with_a_token_in_flight(
         Job((1, 2, 3, 4, 5, 6, 7), SamplingParams(max_tokens=6)),
         Job((7, 6, 5, 4, 3, 2, 1), SamplingParams(max_tokens=6)),
     ]
-    result = play(model, make_engine(model, config, sync=sync), jobs)
+    result = play(machine.model, on(machine, config, sync=sync), jobs)
     assert result.requests[0].num_preemptions == 0
     assert 1 <= result.requests[1].num_preemptions <= 3
     assert [len(tokens) for tokens in result.tokens] == [6, 6]
 
 
 def test_two_long_prompts_do_not_evict_each_other_for_ever(
-    model: LlamaForCausalLM,
+    machine: Machine,
 ) -> None:
     long = SamplingParams(max_tokens=12)
     jobs = [Job(tuple(range(14)), long), Job(tuple(range(13, 0, -1)), long)]
     jobs += [Job((i,), SamplingParams(max_tokens=3), arrival=2) for i in range(5)]
     config = small(num_blocks=10, max_num_batched_tokens=4)
-    result = play(model, make_engine(model, config), jobs)
+    result = play(machine.model, on(machine, config), jobs)
     assert max(request.num_preemptions for request in result.requests) <= 3
 
 
 def test_an_aborted_request_gives_back_once_even_if_it_also_stops(
-    model: LlamaForCausalLM,
+    machine: Machine,
 ) -> None:
-    eos = expected(model, Job((1, 2, 3), SamplingParams(max_tokens=3)))[2]
+    eos = expected(machine.model, Job((1, 2, 3), SamplingParams(max_tokens=3)))[2]
     params = SamplingParams(max_tokens=20, stop_token_ids=(eos,))
     for step in range(8):
         jobs = [Job((1, 2, 3), params, abort=step), Job((5, 6)), Job((7,), arrival=4)]
-        play(model, make_engine(model, small(num_blocks=20, max_num_seqs=2)), jobs)
+        play(machine.model, on(machine, small(num_blocks=20, max_num_seqs=2)), jobs)
 
 
-def test_abort_of_what_is_not_there(model: LlamaForCausalLM) -> None:
-    with make_engine(model, small()) as engine:
+def test_abort_of_what_is_not_there(machine: Machine) -> None:
+    with on(machine, small()) as engine:
         request = engine.add_request([1], SamplingParams(max_tokens=9), request_id="r")
         assert not engine.abort("nobody")
         assert engine.abort("r")
@@ -247,21 +250,21 @@ def test_abort_of_what_is_not_there(model: LlamaForCausalLM) -> None:
     check_invariants(engine, [request])
 
 
-def test_a_waiting_request_can_be_aborted(model: LlamaForCausalLM) -> None:
+def test_a_waiting_request_can_be_aborted(machine: Machine) -> None:
     jobs = [Job((1, 2)), Job((3, 4), abort=1), Job((5, 6))]
-    play(model, make_engine(model, small(max_num_seqs=1)), jobs)
+    play(machine.model, on(machine, small(max_num_seqs=1)), jobs)
 
 
 # ------------------------------------------------------------------ engine shell
 
 
-def test_start_empty_go_idle_and_start_again(model: LlamaForCausalLM) -> None:
-    with make_engine(model, small()) as engine:
+def test_start_empty_go_idle_and_start_again(machine: Machine) -> None:
+    with on(machine, small()) as engine:
         assert engine.step() == []
         for _ in range(2):
             request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))
             engine.run()
-            check_tokens(model, [Job((1, 2, 3), request.params)], [request])
+            check_tokens(machine.model, [Job((1, 2, 3), request.params)], [request])
     check_invariants(engine, [])
 
 
@@ -294,19 +297,19 @@ def test_the_model_is_given_back_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("outer", [True, False])
-def test_grad_modes_of_the_caller(model: LlamaForCausalLM, outer: bool) -> None:
+def test_grad_modes_of_the_caller(machine: Machine, outer: bool) -> None:
     with torch.inference_mode(outer):
-        engine = make_engine(model, small())
+        engine = on(machine, small())
     with torch.inference_mode(not outer), engine:
         request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=5))
         engine.run()
-    check_tokens(model, [Job((1, 2, 3), request.params)], [request])
+    check_tokens(machine.model, [Job((1, 2, 3), request.params)], [request])
 
 
-def test_no_thread_is_left_behind(model: LlamaForCausalLM) -> None:
+def test_no_thread_is_left_behind(machine: Machine) -> None:
     before = threading.active_count()
     for _ in range(3):
-        play(model, make_engine(model, small()), [Job((1, 2))])
+        play(machine.model, on(machine, small()), [Job((1, 2))])
     assert threading.active_count() == before
 
 
@@ -333,25 +336,25 @@ def test_no_thread_is_left_behind(model: LlamaForCausalLM) -> None:
     ],
 )
 def test_bad_input_is_refused_and_neighbours_go_on(
-    model: LlamaForCausalLM, prompt: object, params: dict[str, object], message: str
+    machine: Machine, prompt: object, params: dict[str, object], message: str
 ) -> None:
-    with make_engine(model, small(num_blocks=12)) as engine:
+    with on(machine, small(num_blocks=12)) as engine:
         good = engine.add_request([1, 2, 3], SamplingParams(max_tokens=6))
         engine.step()
         with pytest.raises(ValueError, match=message):
             engine.add_request(prompt, SamplingParams(**params))  # type: ignore[arg-type]
         engine.run()
     check_invariants(engine, [good])
-    check_tokens(model, [Job((1, 2, 3), good.params)], [good])
+    check_tokens(machine.model, [Job((1, 2, 3), good.params)], [good])
 
 
 @pytest.mark.parametrize(("block_size", "num_blocks"), [(4, 4), (1, 16), (16, 1)])
 def test_what_just_fits_runs_and_one_more_is_refused(
-    model: LlamaForCausalLM, block_size: int, num_blocks: int
+    machine: Machine, block_size: int, num_blocks: int
 ) -> None:
     config = small(block_size=block_size, num_blocks=num_blocks)
     prompt = tuple(range(10))
-    with make_engine(model, config) as engine:
+    with on(machine, config) as engine:
         with pytest.raises(ValueError, match="10 prompt \\+ 8 new tokens need"):
             engine.add_request(prompt, SamplingParams(max_tokens=8))
         with pytest.raises(ValueError, match="20 prompt \\+ 1 new tokens need"):
@@ -363,8 +366,8 @@ def test_what_just_fits_runs_and_one_more_is_refused(
     assert fits.finish_reason == last.finish_reason == "length"
 
 
-def test_a_duplicate_id_is_refused_while_alive(model: LlamaForCausalLM) -> None:
-    with make_engine(model, small()) as engine:
+def test_a_duplicate_id_is_refused_while_alive(machine: Machine) -> None:
+    with on(machine, small()) as engine:
         engine.add_request([1], SamplingParams(max_tokens=2), request_id="a")
         with pytest.raises(ValueError, match="request_id 'a' is in use"):
             engine.add_request([2], SamplingParams(max_tokens=2), request_id="a")
@@ -374,6 +377,6 @@ def test_a_duplicate_id_is_refused_while_alive(model: LlamaForCausalLM) -> None:
     assert again.is_finished
 
 
-def test_config_longer_than_the_model(model: LlamaForCausalLM) -> None:
+def test_config_longer_than_the_model(machine: Machine) -> None:
     with pytest.raises(ValueError, match="the model has 2048 positions"):
-        make_engine(model, small(max_model_len=4096))
+        on(machine, small(max_model_len=4096))
