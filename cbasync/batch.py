@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,31 @@ class BatchShape:
     query_lens: tuple[int, ...] | None  # [R], None: one token each, decodes only
     seq_lens: tuple[int, ...] | None  # [R], None as above
     num_context: int  # tokens in the cache after this batch, over all rows
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row has one token, so that the batch may be padded."""
+        return self.query_lens is None
+
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """What else besides its size decides which kernels the batch needs."""
+        return ("greedy" if self.is_greedy else "sampling",)
+
+    def padded(self, num_requests: int) -> BatchShape:
+        """The shape of this decode batch with rows of padding, each of them sampled."""
+        return replace(
+            self,
+            num_requests=num_requests,
+            num_tokens=num_requests,
+            num_sampled=num_requests,
+        )
+
+    @classmethod
+    def of_padding(cls, num_requests: int) -> BatchShape:
+        """The shape of a greedy decode batch in which every row is padding."""
+        sizes = (num_requests, num_requests, num_requests)
+        return cls(-1, *sizes, 1, True, None, None, num_requests)
 
     @property
     def work(self) -> Work:
@@ -105,6 +130,9 @@ class BatchBuilder:
         self.block_size = config.block_size
         self.table = table
         self.placeholder = -1 if config.debug else 0
+        self.max_num_seqs = config.max_num_seqs
+        self.padding_position = config.num_blocks * config.block_size
+        self.padding_row = config.max_num_seqs * (config.depth + 1)
 
     def fill(self, io_slot: IOSlot, output: SchedulerOutput) -> BatchShape:
         """Write every array of the batch into the slot's host buffer."""
@@ -139,6 +167,8 @@ class BatchBuilder:
         max_seq_len = int(stops.max())
         self._fill_block_table(io_slot, rows, max_seq_len)
         is_greedy = self._fill_sampling(io_slot, rows, ends, ranks)
+        if not is_mixed:
+            self.pad(io_slot, num_requests, output.num_sampled)
         return BatchShape(
             batch=output.batch,
             num_requests=num_requests,
@@ -150,6 +180,27 @@ class BatchBuilder:
             seq_lens=tuple(stops.tolist()) if is_mixed else None,
             num_context=int(stops.sum()),
         )
+
+    def pad(self, io_slot: IOSlot, num_requests: int, num_sampled: int) -> None:
+        """Make every row behind these a harmless one, for a batch that is padded.
+
+        It writes to the padding block, sees nothing, carries nothing, and its token
+        goes to a row that no request has.
+        """
+        host = io_slot.host
+        if num_requests < self.max_num_seqs:
+            tokens = slice(num_requests, self.max_num_seqs)
+            host["input_ids"][tokens] = 0
+            host["carry_over"][tokens] = -1
+            host["positions"][tokens] = 0
+            host["slot_mapping"][tokens] = self.padding_position
+            host["seq_lens"][tokens] = 0
+        if num_sampled < self.max_num_seqs:
+            sampled = slice(num_sampled, self.max_num_seqs)
+            host["logits_indices"][sampled] = 0
+            host["token_rows"][sampled] = self.padding_row
+            host["temperature"][sampled] = 0.0
+            host["seeds"][sampled] = 0
 
     def _fill_block_table(self, io_slot: IOSlot, rows: Ints, max_seq_len: int) -> None:
         width = blocks_for(max_seq_len, self.block_size)

@@ -40,11 +40,15 @@ class EngineConfig:
     max_num_seqs: int = 32  # most requests in one batch
     max_num_batched_tokens: int = 512  # most tokens in one batch
     block_size: int = 16  # tokens per block of the KV cache
-    num_blocks: int = 1024  # blocks in the KV cache
+    num_blocks: int = 1024  # blocks in the KV cache; 0: as many as fit into memory
     max_model_len: int = 2048  # most tokens of one request, prompt and output
     depth: int = 1  # batches the host runs ahead, 0 .. 3
     carry_over: CarryOverFamily = "slot"
     debug: bool = False  # placeholder -1, checked on the device; poisoned blocks
+    cuda_graphs: bool = True  # on a GPU: replay decode batches as one graph each
+    warm_up: tuple[int, ...] | Literal["all"] = ()  # sizes made before the first batch
+    compile: bool = False  # decode batches through torch.compile: 20 s and more a size
+    merge_weights: bool = False  # q,k,v and gate,up as one matrix each, where exact
     num_slots: int = 0  # 0: depth + 1; fewer is a race, for teaching only
     ablate: frozenset[str] = frozenset()  # edges to drop, for teaching only
 
@@ -53,10 +57,10 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "block_size",
-            "num_blocks",
             "max_model_len",
         ):
             _at_least(name, getattr(self, name), 1)
+        _at_least("num_blocks", self.num_blocks, 0)
         _at_least("depth", self.depth, 0)
         if self.depth > MAX_DEPTH:
             raise ValueError(
@@ -86,6 +90,11 @@ class EngineConfig:
     def default_num_slots(self) -> int:
         """Slots that let the host fill one while `depth` others are in flight."""
         return self.depth + 1
+
+    @property
+    def max_batch_requests(self) -> int:
+        """Rows of the largest decode batch."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def max_blocks_per_request(self) -> int:

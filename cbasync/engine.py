@@ -17,6 +17,7 @@ from cbasync.batch import BatchBuilder, BatchShape, RequestTable
 from cbasync.carry_over import make_carry_over
 from cbasync.config import EngineConfig
 from cbasync.devices import Access, Device, Resource, make_device
+from cbasync.graphs import buckets
 from cbasync.io_slot import IOSlot, SlotLayout
 from cbasync.model_runner import Runner
 from cbasync.request import Request, check_prompt
@@ -52,13 +53,13 @@ class Engine:
         device: Device | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
-        self.config = config = config or EngineConfig()
+        self.device = device or make_device()
+        self.config = config = runner.sized(config or EngineConfig(), self.device)
         if config.max_model_len > runner.max_positions:
             raise ValueError(
                 f"max_model_len is {config.max_model_len}, the model has "
                 f"{runner.max_positions} positions: lower max_model_len"
             )
-        self.device = device or make_device()
         self.runner = runner
         self.scheduler = scheduler or Scheduler(config)
         self.requests: dict[str, Request] = {}
@@ -78,8 +79,25 @@ class Engine:
         self.table = RequestTable(config)
         self.builder = BatchBuilder(config, self.table)
         self._previous: IOSlot | None = None
+        if config.warm_up:
+            self._warm_up()
         if not config.is_safe:
             self._drop_edges()
+
+    def _warm_up(self) -> None:
+        """Run batches of padding before the first real one, and do not log them."""
+        named = self.config.warm_up
+        sizes = buckets(self.config.max_batch_requests) if named == "all" else named
+        for io_slot in self.io_slots:
+            self.builder.pad(io_slot, 0, 0)
+            io_slot.copy_inputs(0)
+        self.device.synchronize()
+        self.compute_streams[0].launch(
+            lambda: self.runner.warm_up(self.io_slots, self.carry_over, sizes),
+            Access("compute"),
+        )
+        self.device.synchronize()
+        self.timeline.clear()
 
     def _drop_edges(self) -> None:
         """Take edges away, loudly: for teaching and for tests of the detector."""

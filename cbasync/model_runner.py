@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from cbasync import attention
@@ -13,9 +15,15 @@ from cbasync.batch import BatchShape
 from cbasync.carry_over import CarryOver, carry
 from cbasync.config import EngineConfig
 from cbasync.devices.base import Device
+from cbasync.fuse import Merged
+from cbasync.graphs import DecodeGraphs
 from cbasync.io_slot import IOSlot
 from cbasync.kv_cache import KVCache
+from cbasync.kv_memory import kv_bytes_per_token, num_blocks_that_fit
 from cbasync.sampling import sample
+
+_MAX_COMPILED_SIZES = 64
+_BAR_DELAY_S = 2.0  # a warm-up that takes less shows no progress bar
 
 
 class Runner(Protocol):
@@ -24,8 +32,16 @@ class Runner(Protocol):
     vocab_size: int
     max_positions: int
 
+    def sized(self, config: EngineConfig, device: Device) -> EngineConfig:
+        """The config with a number of blocks, if it leaves that to the memory."""
+
     def prepare(self, config: EngineConfig, device: Device) -> None:
         """Allocate what the config asks for; called once, before the first batch."""
+
+    def warm_up(
+        self, io_slots: Sequence[IOSlot], carry_over: CarryOver, sizes: Sequence[int]
+    ) -> None:
+        """Make what batches of these sizes need, ahead of time; slots hold padding."""
 
     def compute(
         self,
@@ -57,16 +73,31 @@ class ModelRunner:
         self.vocab_size = int(text.vocab_size)
         self.max_positions = int(getattr(text, "max_position_embeddings", 0)) or 1 << 30
         self.cache: KVCache | None = None
+        self.graphs: DecodeGraphs | None = None
         self.debug = False
         self.races_expected = False
+        self._merged: Merged | None = None
+        self._compiled: Callable[..., torch.Tensor] | None = None
         self._former_attention = model.config._attn_implementation
         self._was_training = model.training
+
+    def sized(self, config: EngineConfig, device: Device) -> EngineConfig:
+        """The config with a number of blocks, from free memory where it says 0."""
+        if config.num_blocks:
+            return config
+        block_bytes = config.block_size * kv_bytes_per_token(self.model)
+        return replace(
+            config, num_blocks=num_blocks_that_fit(config, device, block_bytes)
+        )
 
     def prepare(self, config: EngineConfig, device: Device) -> None:
         """Take the model over and make its KV cache."""
         self.debug = config.debug
         self.races_expected = not config.is_safe
         self.model.eval()
+        if config.merge_weights:
+            positions = config.max_model_len if config.compile else 0
+            self._merged = Merged(self.model, compiled_for=positions)
         self.model.set_attn_implementation(attention.NAME)
         text = self.model.config.get_text_config()
         heads = text.num_attention_heads
@@ -79,6 +110,34 @@ class ModelRunner:
             dtype=self.model.dtype,
             device=device.torch_device,
         )
+        device.synchronize()  # its memory is filled on another stream than ours
+        if config.compile:
+            self._compiled = torch.compile(self._decode_logits, dynamic=False)
+        # Two compute streams, as without this edge, would share one graph's memory.
+        is_ordered = "compute_order" not in config.ablate
+        if device.torch_device.type == "cuda" and config.cuda_graphs and is_ordered:
+            self.graphs = DecodeGraphs(self._compute, config.max_batch_requests)
+
+    def warm_up(
+        self, io_slots: Sequence[IOSlot], carry_over: CarryOver, sizes: Sequence[int]
+    ) -> None:
+        """Run padding in these sizes: whatever is compiled or captured is there then.
+
+        The slots hold nothing but padding, on the device as well.
+        """
+        pairs = [(slot, io_slots[i - 1]) for i, slot in enumerate(io_slots)]
+        bar = tqdm(
+            total=len(sizes) * len(pairs),
+            desc="compiling and capturing",
+            delay=_BAR_DELAY_S,
+            leave=False,
+        )
+        with bar:
+            for size in sizes:
+                for io_slot, previous in pairs:
+                    shape = BatchShape.of_padding(size)
+                    self.compute(shape, io_slot, previous, carry_over)
+                    bar.update()
 
     def compute(
         self,
@@ -88,33 +147,100 @@ class ModelRunner:
         carry_over: CarryOver,
     ) -> None:
         """Carry over, forward, sample; everything stays on the device."""
-        assert self.cache is not None, "prepare() comes first"
+        run = self._compute
+        if self.graphs is not None and shape.is_decode:
+            run = self.graphs.run
+        run(shape, io_slot, previous, carry_over)
+
+    def _compute(
+        self,
+        shape: BatchShape,
+        io_slot: IOSlot,
+        previous: IOSlot | None,
+        carry_over: CarryOver,
+    ) -> None:
         inputs, tokens = io_slot.device, slice(shape.num_tokens)
-        rows, sampled = slice(shape.num_requests), slice(shape.num_sampled)
-        input_ids = inputs["input_ids"][tokens]
+        input_ids = inputs["input_ids"][tokens].long()
         source = carry_over.source(previous)
         if source is not None:
-            input_ids = carry(input_ids.long(), inputs["carry_over"][tokens], source)
+            input_ids = carry(input_ids, inputs["carry_over"][tokens], source)
         if self.debug:
             self._check_carried(input_ids)
-        logits_indices = inputs["logits_indices"][sampled].long()
+        logits_indices = inputs["logits_indices"][: shape.num_sampled].long()
         if self.races_expected:  # an old index must give a wrong token, not a crash
             logits_indices.clamp_(max=shape.num_tokens - 1)
-        logits = self.model(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=inputs["positions"][tokens].long().unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=logits_indices,
-            paged=attention.PagedBatch(
-                cache=self.cache,
-                shape=shape,
-                slot_mapping=inputs["slot_mapping"][tokens].long(),
-                seq_lens=inputs["seq_lens"][rows],
-                block_table=inputs["block_table"][rows],
-            ),
-        ).logits[0]
+        logits = self._logits(shape, io_slot, input_ids, logits_indices)
         if shape.num_sampled:
             self._sample(logits, logits_indices, shape, io_slot, carry_over)
+
+    def _logits(
+        self,
+        shape: BatchShape,
+        io_slot: IOSlot,
+        input_ids: torch.Tensor,  # [T] int64
+        logits_indices: torch.Tensor,  # [S] int64
+    ) -> torch.Tensor:  # [S, V]
+        """The forward pass, in the form that suits batch and device."""
+        assert self.cache is not None, "prepare() comes first"
+        inputs, tokens = io_slot.device, slice(shape.num_tokens)
+        positions = inputs["positions"][tokens]
+        slot_mapping = inputs["slot_mapping"][tokens].long()
+        seq_lens = inputs["seq_lens"][: shape.num_requests]
+        block_table = inputs["block_table"][: shape.num_requests]
+        by_rows = input_ids.is_cuda or self._compiled is not None
+        if by_rows and shape.is_decode:
+            forward = self._compiled or self._decode_logits
+            # Every size is compiled for itself; the default limit is a few of them.
+            with torch._dynamo.config.patch(recompile_limit=_MAX_COMPILED_SIZES):
+                return forward(
+                    input_ids,
+                    positions.long(),
+                    logits_indices,
+                    slot_mapping,
+                    seq_lens,
+                    block_table,
+                )
+        paged: attention.PagedBatch | attention.PagedRows
+        if input_ids.is_cuda:
+            starts = inputs["query_start_loc"][: shape.num_requests + 1]
+            paged = attention.PagedRows.of_mixed(
+                self.cache, shape, slot_mapping, positions, starts, block_table
+            )
+        else:
+            paged = attention.PagedBatch(
+                self.cache, shape, slot_mapping, seq_lens, block_table
+            )
+        return self._forward(input_ids, positions.long(), logits_indices, paged)
+
+    def _decode_logits(
+        self,
+        input_ids: torch.Tensor,  # [R] int64
+        positions: torch.Tensor,  # [R] int64
+        logits_indices: torch.Tensor,  # [S] int64
+        slot_mapping: torch.Tensor,  # [R] int64
+        seq_lens: torch.Tensor,  # [R] int32
+        block_table: torch.Tensor,  # [R, M] int32
+    ) -> torch.Tensor:  # [S, V]
+        """The forward pass of a decode batch: tensors in, a tensor out."""
+        assert self.cache is not None
+        paged = attention.PagedRows(self.cache, slot_mapping, seq_lens, block_table)
+        return self._forward(input_ids, positions, logits_indices, paged)
+
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits_indices: torch.Tensor,
+        paged: attention.PagedBatch | attention.PagedRows,
+    ) -> torch.Tensor:
+        logits: torch.Tensor = self.model(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=logits_indices,
+            paged=paged,
+        ).logits[0]
+        return logits
 
     def _sample(
         self,
@@ -155,7 +281,11 @@ class ModelRunner:
         self.cache.poison(blocks)
 
     def close(self) -> None:
-        """Give the model back as it was."""
+        """Give the model back as it was, and the memory of cache and graphs."""
+        self.graphs = self._compiled = None
+        if self._merged is not None:
+            self._merged.undo()
+            self._merged = None
         self.model.set_attn_implementation(self._former_attention)
         self.model.train(self._was_training)
         self.cache = None
@@ -180,8 +310,17 @@ class ScriptedRunner:
     def _next(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         return (token * 7 + position + 1) % self.vocab_size
 
+    def sized(self, config: EngineConfig, device: Device) -> EngineConfig:
+        """A block without a cache takes no memory: the default number of them."""
+        return config if config.num_blocks else replace(config, num_blocks=1024)
+
     def prepare(self, config: EngineConfig, device: Device) -> None:
         """Nothing to allocate."""
+
+    def warm_up(
+        self, io_slots: Sequence[IOSlot], carry_over: CarryOver, sizes: Sequence[int]
+    ) -> None:
+        """Nothing to make."""
 
     def compute(
         self,
