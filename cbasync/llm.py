@@ -13,9 +13,10 @@ from cbasync.config import EngineConfig
 from cbasync.devices import Device, make_device
 from cbasync.engine import AsyncEngine, Engine, SyncEngine
 from cbasync.model_runner import ModelRunner
-from cbasync.models import LoadedModel, check_supported, load_model
+from cbasync.models import LoadedModel, load_model
 from cbasync.request import Request, RequestOutput
 from cbasync.sampling import SamplingParams
+from cbasync.supported import check_supported
 from cbasync.timeline import Timeline
 
 Prompt = str | Sequence[int]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from cbasync.models import LoadedModel
+from cbasync.llm import LLM
 from cbasync.sampling import SamplingParams
 
 DEMO_PROMPTS = Path(__file__).parents[1] / "data" / "prompts" / "demo.jsonl"
@@ -67,22 +66,16 @@ def _prompt(line: str, where: str) -> Prompt:
     return Prompt(next(words), entry["prompt"], next(words), max_tokens)
 
 
-def token_ids(loaded: LoadedModel, prompt: str, seed: int = 0) -> list[int]:
+def token_ids(llm: LLM, prompt: str, seed: int = 0) -> list[int]:
     """A prompt as the model is used to it: as a chat if it knows chats.
 
     A model without a tokenizer gets random tokens, one for each word.
     """
-    tokenizer = loaded.tokenizer
+    tokenizer = llm.loaded.tokenizer
     if tokenizer is None:
-        generator = torch.Generator().manual_seed(seed)
-        vocab_size = loaded.model.config.get_text_config().vocab_size
-        count = max(1, len(prompt.split()))
-        return torch.randint(vocab_size, (count,), generator=generator).tolist()
+        draw = random.Random(seed)
+        vocab_size = llm.engine.runner.vocab_size
+        return [draw.randrange(vocab_size) for _ in prompt.split() or [""]]
     if not tokenizer.chat_template:
         return list(tokenizer.encode(prompt))
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}],
-        add_generation_prompt=True,
-        tokenize=False,
-    )
-    return list(tokenizer.encode(str(chat), add_special_tokens=False))
+    return llm.chat_prompt([{"role": "user", "content": prompt}])
