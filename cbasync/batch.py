@@ -11,6 +11,8 @@ from cbasync.config import EngineConfig
 from cbasync.io_slot import IOSlot
 from cbasync.kv_cache import blocks_for
 from cbasync.request import Request
+from cbasync.sampler import SamplerNeeds
+from cbasync.sampling_table import SamplingTable
 from cbasync.scheduler import SchedulerOutput
 from cbasync.trace import Work
 
@@ -30,7 +32,7 @@ class BatchShape:
     num_tokens: int  # T
     num_sampled: int  # S
     max_seq_len: int
-    is_greedy: bool
+    needs: SamplerNeeds
     query_lens: tuple[int, ...] | None  # [R], None: one token each, decodes only
     seq_lens: tuple[int, ...] | None  # [R], None as above
     num_context: int  # tokens in the cache after this batch, over all rows
@@ -59,19 +61,17 @@ class RequestTable:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        rows = config.max_num_seqs * (config.depth + 1)
+        rows = config.num_rows
         # One more column: the very last token is stored although it is never an input.
         self.token_ids = np.zeros((rows, config.max_model_len + 1), np.int32)
         self.block_table = np.zeros((rows, config.max_blocks_per_request), np.int32)
-        self.temperature = np.zeros(rows, np.float32)
-        self.seeds = np.zeros(rows, np.int32)
+        self.sampling = SamplingTable(config)
 
     def enter(self, request: Request) -> None:
         """Write a request's row once, when it starts to run."""
         row = request.row
         self.token_ids[row, : request.num_tokens] = request.token_ids
-        self.temperature[row] = request.params.temperature
-        self.seeds[row] = request.params.seed
+        self.sampling.enter(request)
 
     def apply(self, output: SchedulerOutput) -> None:
         """Bring the table up to date with a scheduler's decision."""
@@ -138,14 +138,16 @@ class BatchBuilder:
         host["seq_lens"][:num_requests] = stops
         max_seq_len = int(stops.max())
         self._fill_block_table(io_slot, rows, max_seq_len)
-        is_greedy = self._fill_sampling(io_slot, rows, ends, ranks)
+        needs = self._fill_sampling(
+            io_slot, output, rows, ends, ranks, row_of_token, positions
+        )
         return BatchShape(
             batch=output.batch,
             num_requests=num_requests,
             num_tokens=num_tokens,
             num_sampled=output.num_sampled,
             max_seq_len=max_seq_len,
-            is_greedy=is_greedy,
+            needs=needs,
             query_lens=tuple(lengths.tolist()) if is_mixed else None,
             seq_lens=tuple(stops.tolist()) if is_mixed else None,
             num_context=int(stops.sum()),
@@ -158,16 +160,23 @@ class BatchBuilder:
         ]
 
     def _fill_sampling(
-        self, io_slot: IOSlot, rows: Ints, ends: Ints, ranks: Ints
-    ) -> bool:
+        self,
+        io_slot: IOSlot,
+        output: SchedulerOutput,
+        rows: Ints,
+        ends: Ints,
+        ranks: Ints,
+        row_of_token: Ints,
+        positions: Ints,
+    ) -> SamplerNeeds:
         """Arrays of the sampled rows, in the order of their ranks."""
         host, table = io_slot.host, self.table
-        is_sampled = ranks >= 0
-        rows = rows[is_sampled]
-        count = len(rows)
-        host["logits_indices"][:count] = ends[is_sampled] - 1
-        host["token_rows"][:count] = rows
-        temperature = table.temperature[rows]
-        host["temperature"][:count] = temperature
-        host["seeds"][:count] = table.seeds[rows]
-        return not temperature.any()
+        host["logits_indices"][: output.num_sampled] = ends[ranks >= 0] - 1
+        sampled = [o for o in output.occurrences if o.rank >= 0]
+        needs = table.sampling.fill(host, rows, sampled)
+        if needs.history:
+            table.sampling.fill_history(host, row_of_token, positions)
+        if needs.prompt_logprobs >= 0:
+            targets = table.token_ids[row_of_token, positions + 1]
+            host["target_ids"][: output.num_tokens] = targets
+        return needs

@@ -101,4 +101,4 @@ def make_carry_over(config: EngineConfig, device: Device) -> CarryOver:
     """The family that the config names."""
     if config.carry_over == "slot":
         return SlotCarryOver()
-    return RowCarryOver(device, config.max_num_seqs * (config.depth + 1))
+    return RowCarryOver(device, config.num_rows)

@@ -18,10 +18,12 @@ from cbasync.carry_over import make_carry_over
 from cbasync.config import EngineConfig
 from cbasync.devices import Access, Device, Resource, make_device
 from cbasync.io_slot import IOSlot, SlotLayout
+from cbasync.logprobs import book_logprobs
+from cbasync.metrics import RunMetrics
 from cbasync.model_runner import Runner
-from cbasync.request import Request, check_prompt
+from cbasync.request import Request, RequestStatus, check_prompt
 from cbasync.sampling import SamplingParams
-from cbasync.scheduler import Scheduler, SchedulerOutput
+from cbasync.scheduler import Occurrence, Scheduler, SchedulerOutput
 from cbasync.timeline import Timeline
 from cbasync.trace import Work
 
@@ -62,8 +64,11 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler or Scheduler(config)
         self.requests: dict[str, Request] = {}
+        self.error: BaseException | None = None
         self.in_flight: deque[InFlight] = deque()
-        self._names = count()
+        self._names, self._arrivals = count(), count()
+        self._num_finished = self._num_output_tokens = self._num_rows = 0
+        self._start_us = self.device.now_us()
         runner.prepare(config, self.device)  # the most likely to fail: before streams
 
         layout = SlotLayout.of(config)
@@ -101,6 +106,7 @@ class Engine:
         *,
         request_id: str | None = None,
         eos_token_ids: Collection[int] = (),
+        priority: int = 0,
     ) -> Request:
         """A checked request that is not queued yet; refused if it could never run."""
         params = params or SamplingParams()
@@ -109,19 +115,50 @@ class Engine:
         stop = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop.update(eos_token_ids)
-        request = Request(name, prompt, params, frozenset(stop))
+        request = Request(name, prompt, params, frozenset(stop), priority)
+        self._check_params(request)
         self.scheduler.check_fits(request)
         return request
 
-    def submit(self, request: Request) -> None:
-        """Queue a request for the next batches."""
-        name = request.request_id
-        if name in self.requests:
+    def _check_params(self, request: Request) -> None:
+        """Refuse what only the engine can tell to be too much."""
+        config, params, vocab = self.config, request.params, self.runner.vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > config.max_logprobs:
+                raise ValueError(
+                    f"{name} is {getattr(params, name)}, max_logprobs is "
+                    f"{config.max_logprobs}: ask for fewer or raise max_logprobs"
+                )
+        biased = {token for token, _ in params.bias_pairs}
+        for token in sorted(biased | request.stop_token_ids):
+            if token >= vocab:
+                raise ValueError(
+                    f"token {token} is biased or ends the request, token ids go from 0 "
+                    f"to {vocab - 1}: check the tokenizer"
+                )
+        if params.min_tokens:
+            biased |= request.stop_token_ids
+        if len(biased) > config.max_logit_bias:
             raise ValueError(
-                f"request_id {name!r} is in use by {self.requests[name]!r}: "
+                f"{len(biased)} tokens are biased or held back, max_logit_bias is "
+                f"{config.max_logit_bias}: bias fewer or raise max_logit_bias"
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request for the next batches; from any thread."""
+        if self.error is not None:
+            raise RuntimeError(
+                f"this engine has failed ({self.error!r}): make a new one"
+            ) from self.error
+        name = request.request_id
+        # One step, so that of two threads with one name only one gets through.
+        if (other := self.requests.setdefault(name, request)) is not request:
+            raise ValueError(
+                f"request_id {name!r} is in use by {other!r}: "
                 "choose another one, or none"
             )
-        self.requests[name] = request
+        request.arrival = next(self._arrivals)
+        request.times.submitted_us = self.device.now_us()
         self.scheduler.add(request)
 
     def add_request(
@@ -131,16 +168,24 @@ class Engine:
         *,
         request_id: str | None = None,
         eos_token_ids: Collection[int] = (),
+        priority: int = 0,
     ) -> Request:
         """Check a prompt and queue it: `new_request`, then `submit`."""
         request = self.new_request(
-            prompt_token_ids, params, request_id=request_id, eos_token_ids=eos_token_ids
+            prompt_token_ids,
+            params,
+            request_id=request_id,
+            eos_token_ids=eos_token_ids,
+            priority=priority,
         )
         self.submit(request)
         return request
 
     def abort(self, request_id: str) -> bool:
-        """Ask for a request's end at any moment; False if it is not there any more."""
+        """Ask for a request's end, at any moment and from any thread.
+
+        False if it is not there any more.
+        """
         request = self.requests.get(request_id)
         if request is None or request.is_finished:
             return False
@@ -161,10 +206,40 @@ class Engine:
         while self.has_work:
             self.step()
 
+    def fail(self, cause: BaseException) -> None:
+        """End every request, because a step of the engine did not come to its end."""
+        self.error = cause
+        for request in list(self.requests.values()):
+            request.status, request.finish_reason = RequestStatus.FINISHED, "error"
+            request.error = cause
+        self.requests.clear()
+
     @property
     def timeline(self) -> Timeline:
         """What ran when, on every lane."""
         return self.device.timeline
+
+    @property
+    def metrics(self) -> RunMetrics:
+        """What this engine has done so far."""
+        scheduler = self.scheduler
+        batches = scheduler.num_launched
+        host_us = self.timeline.host_us()
+        per_batch_ms = {p: us / 1e3 / max(1, batches) for p, us in host_us.items()}
+        return RunMetrics(
+            num_batches=batches,
+            num_finished=self._num_finished,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            discarded_tokens=scheduler.discarded_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            batch_occupancy=self._num_rows / max(1, batches * self.config.max_num_seqs),
+            elapsed_s=(self.device.now_us() - self._start_us) / 1e6,
+            schedule_ms=per_batch_ms.get("schedule", 0.0),
+            prepare_ms=per_batch_ms.get("prepare", 0.0),
+            update_ms=per_batch_ms.get("update", 0.0),
+        )
 
     # ------------------------------------------------------------------ the phases
 
@@ -177,6 +252,7 @@ class Engine:
             if output is None:
                 phase.batch = -1
             else:
+                self._note_scheduled(output)
                 phase.work = Work(len(output.occurrences), output.num_tokens)
         return output
 
@@ -193,7 +269,10 @@ class Engine:
         io_slot.was_used = True
         shape = self._prepare(io_slot, output)
 
-        if self.config.debug and output.new_blocks:
+        logprobs = max(shape.needs.num_logprobs, shape.needs.prompt_logprobs) >= 0
+        if logprobs:
+            io_slot.need_logprobs()
+        if self.config.debug and output.fresh_blocks:
             self._poison(output)
         h2d.launch(
             lambda: io_slot.copy_inputs(shape.num_requests),
@@ -210,7 +289,7 @@ class Engine:
 
         d2h.wait(io_slot.compute_done)
         d2h.launch(
-            lambda: io_slot.copy_sampled(shape.num_sampled),
+            lambda: io_slot.copy_sampled(shape.num_sampled, logprobs=logprobs),
             io_slot.access("d2h", batch, shape.d2h_work(io_slot)),
         )
         d2h.record(io_slot.d2h_done)
@@ -220,15 +299,33 @@ class Engine:
 
     def collect(self) -> list[Request]:
         """Wait for the oldest batch in flight and book its tokens."""
-        output, shape, io_slot = self.in_flight.popleft()
+        output, shape, io_slot = self.in_flight[0]
         io_slot.d2h_done.synchronize()
+        # Only now: who interrupts the wait finds the batch where it was.
+        self.in_flight.popleft()
         access = io_slot.access("update", output.batch, shape.work)
         with self.device.host_phase(access):
             tokens = io_slot.host_sampled[: shape.num_sampled].numpy()
             self.table.book(output, tokens)
-            changed = self.scheduler.update(output, tokens.tolist())
+            kept = self.scheduler.update(output, tokens.tolist())
+            self._note_tokens(kept)
+            if max(shape.needs.num_logprobs, shape.needs.prompt_logprobs) >= 0:
+                book_logprobs(io_slot.need_logprobs(), output, kept)
             self._forget_finished()
-        return changed
+        return [occurrence.request for occurrence in kept]
+
+    def _note_scheduled(self, output: SchedulerOutput) -> None:
+        self._num_rows += len(output.occurrences)
+        for request in output.admitted:
+            if request.times.scheduled_us < 0:
+                request.times.scheduled_us = self.device.now_us()
+
+    def _note_tokens(self, kept: list[Occurrence]) -> None:
+        self._num_output_tokens += len(kept)
+        for occurrence in kept:
+            request = occurrence.request
+            if len(request.output_token_ids) == 1:
+                request.times.first_token_us = self.device.now_us()
 
     def _prepare(self, io_slot: IOSlot, output: SchedulerOutput) -> BatchShape:
         access = io_slot.access("prepare", output.batch)
@@ -240,7 +337,7 @@ class Engine:
 
     def _poison(self, output: SchedulerOutput) -> None:
         """Debug mode: spoil the blocks that have a new owner, before it has them."""
-        blocks = [block for _, _, block in output.new_blocks]
+        blocks = output.fresh_blocks
         self.poison_stream.launch(
             lambda: self.runner.poison(blocks),
             Access("h2d", output.batch, -1, tuple, lambda: block_names(blocks)),
@@ -248,7 +345,9 @@ class Engine:
 
     def _forget_finished(self) -> None:
         for request in self.scheduler.take_finished():
+            request.times.finished_us = self.device.now_us()
             del self.requests[request.request_id]
+            self._num_finished += 1
 
     def _compute_access(
         self,
@@ -282,7 +381,8 @@ class Engine:
     def close(self) -> None:
         """Wait for what is in flight, then give streams and model back."""
         try:
-            self.device.synchronize()
+            if self.error is None:
+                self.device.synchronize()
         finally:
             self.in_flight.clear()
             self.device.close()

@@ -15,7 +15,7 @@ from cbasync.config import EngineConfig
 from cbasync.devices.base import Device
 from cbasync.io_slot import IOSlot
 from cbasync.kv_cache import KVCache
-from cbasync.sampling import sample
+from cbasync.sampler import SamplerInputs, TokenHistory, sample, top_logprobs
 
 
 class Runner(Protocol):
@@ -59,6 +59,7 @@ class ModelRunner:
         self.cache: KVCache | None = None
         self.debug = False
         self.races_expected = False
+        self.history: TokenHistory | None = None
         self._former_attention = model.config._attn_implementation
         self._was_training = model.training
 
@@ -66,6 +67,9 @@ class ModelRunner:
         """Take the model over and make its KV cache."""
         self.debug = config.debug
         self.races_expected = not config.is_safe
+        self.history = TokenHistory(
+            config.num_rows, self.vocab_size, device.torch_device
+        )
         self.model.eval()
         self.model.set_attn_implementation(attention.NAME)
         text = self.model.config.get_text_config()
@@ -100,11 +104,17 @@ class ModelRunner:
         logits_indices = inputs["logits_indices"][sampled].long()
         if self.races_expected:  # an old index must give a wrong token, not a crash
             logits_indices.clamp_(max=shape.num_tokens - 1)
+        if shape.needs.history:
+            assert self.history is not None
+            self.history.add(
+                inputs["history_rows"][tokens], input_ids, inputs["positions"][tokens]
+            )
+        wants_prompt = shape.needs.prompt_logprobs >= 0
         logits = self.model(
             input_ids=input_ids.unsqueeze(0),
             position_ids=inputs["positions"][tokens].long().unsqueeze(0),
             use_cache=False,
-            logits_to_keep=logits_indices,
+            logits_to_keep=0 if wants_prompt else logits_indices,
             paged=attention.PagedBatch(
                 cache=self.cache,
                 shape=shape,
@@ -113,6 +123,9 @@ class ModelRunner:
                 block_table=inputs["block_table"][rows],
             ),
         ).logits[0]
+        if wants_prompt:
+            self._store_prompt_logprobs(logits, shape, io_slot)
+            logits = logits[logits_indices]
         if shape.num_sampled:
             self._sample(logits, logits_indices, shape, io_slot, carry_over)
 
@@ -125,17 +138,34 @@ class ModelRunner:
         carry_over: CarryOver,
     ) -> None:
         inputs, sampled = io_slot.device, slice(shape.num_sampled)
-        if shape.is_greedy:
+        if shape.needs.is_greedy:
             chosen = logits.argmax(dim=-1)
         else:
-            chosen = sample(
-                logits,
-                inputs["temperature"][sampled],
-                inputs["seeds"][sampled],
-                inputs["positions"].index_select(0, logits_indices) + 1,
+            rows = SamplerInputs(
+                sampling=inputs["sampling"][sampled],
+                top_k=inputs["top_k"][sampled],
+                seeds=inputs["seeds"][sampled],
+                positions=inputs["positions"].index_select(0, logits_indices) + 1,
+                rows=inputs["token_rows"][sampled],
+                bias_ids=inputs["bias_ids"][sampled],
+                bias_values=inputs["bias_values"][sampled],
             )
+            chosen = sample(logits, rows, shape.needs, self.history)
         io_slot.device_sampled[sampled] = chosen
         carry_over.publish(chosen, inputs["token_rows"][sampled])
+        if shape.needs.num_logprobs >= 0:
+            ids, values = top_logprobs(logits, chosen, shape.needs.num_logprobs)
+            io_slot.need_logprobs().store(0, ids, values)
+
+    @staticmethod
+    def _store_prompt_logprobs(
+        logits: torch.Tensor, shape: BatchShape, io_slot: IOSlot
+    ) -> None:
+        """How likely each next token of the prompts in the batch was."""
+        targets = io_slot.device["target_ids"][: shape.num_tokens].long()
+        ids, values = top_logprobs(logits, targets, shape.needs.prompt_logprobs)
+        buffers = io_slot.need_logprobs()
+        buffers.store(buffers.prompt_start, ids, values)
 
     @staticmethod
     def _check_carried(input_ids: torch.Tensor) -> None:
@@ -158,7 +188,7 @@ class ModelRunner:
         """Give the model back as it was."""
         self.model.set_attn_implementation(self._former_attention)
         self.model.train(self._was_training)
-        self.cache = None
+        self.cache = self.history = None
 
 
 class ScriptedRunner:

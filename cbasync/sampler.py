@@ -24,6 +24,7 @@ class SamplerNeeds(NamedTuple):
     history: bool = False
     bias: bool = False
     num_logprobs: int = -1  # -1: none, 0: of the chosen token, k: and of the top k
+    prompt_logprobs: int = -1  # the same for the tokens of prompts
 
     @property
     def is_greedy(self) -> bool:
@@ -172,7 +173,8 @@ def top_logprobs(
 
     Of the model's own distribution: before penalties, bias and temperature.
 
-    >>> ids, values = top_logprobs(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([0]), 2)
+    >>> logits = torch.tensor([[0.0, 1.0, 2.0]])
+    >>> ids, values = top_logprobs(logits, torch.tensor([0]), 2)
     >>> ids.tolist(), [round(v, 3) for v in values[0].tolist()]
     ([[0, 2, 1]], [-2.408, -0.408, -1.408])
     """

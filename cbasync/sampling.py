@@ -82,6 +82,11 @@ class SamplingParams:
     # ------------------------------------------------------------------ what it needs
 
     @property
+    def bias_pairs(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs, whichever way it was given."""
+        return self.logit_bias  # type: ignore[return-value]
+
+    @property
     def is_random(self) -> bool:
         """Whether tokens are drawn."""
         return self.temperature > 0

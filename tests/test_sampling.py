@@ -6,17 +6,40 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbasync.sampling import sample, uniform
+from cbasync.sampler import SamplerInputs, SamplerNeeds, sample, uniform
+
+
+def inputs(
+    temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> SamplerInputs:
+    """Rows that only have a temperature."""
+    count = len(temperature)
+    sampling = torch.zeros(count, 6)
+    sampling[:, 0] = temperature
+    sampling[:, 1] = sampling[:, 3] = 1
+    none = torch.zeros(count, 1)
+    return SamplerInputs(
+        sampling,
+        torch.zeros(count),
+        seeds,
+        positions,
+        torch.arange(count),
+        none.int(),
+        none,
+    )
+
+
+RANDOM = SamplerNeeds(is_random=True)
 
 
 def draw(logits: torch.Tensor, temperature: float, seeds: range) -> torch.Tensor:
     count = len(seeds)
-    return sample(
-        logits.expand(count, -1),
+    rows = inputs(
         torch.full((count,), temperature),
         torch.tensor(list(seeds), dtype=torch.int32),
         torch.full((count,), 7),
     )
+    return sample(logits.expand(count, -1), rows, RANDOM)
 
 
 def test_temperature_zero_is_greedy() -> None:
@@ -58,11 +81,10 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(5, 33, generator=torch.Generator().manual_seed(0))
     temperature = torch.tensor([1.0, 0.0, 0.7, 2.0, 1.0])
     seeds, positions = torch.arange(5), torch.arange(5) + 3
-    together = sample(logits, temperature, seeds, positions)
+    rows = inputs(temperature, seeds, positions)
+    together = sample(logits, rows, RANDOM)
     alone = [
-        sample(
-            logits[i, None], temperature[i, None], seeds[i, None], positions[i, None]
-        )
+        sample(logits[i, None], SamplerInputs(*(v[i, None] for v in rows)), RANDOM)
         for i in range(5)
     ]
     assert together.tolist() == torch.cat(alone).tolist()

@@ -1,0 +1,67 @@
+"""What a run did, in numbers: counts, occupancy, host time per phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cbasync.request import Request, RequestMetrics
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """Figures of one engine since it was made.
+
+    `repr` is one line for a log; `record()` is a row for a table.
+    """
+
+    num_batches: int
+    num_finished: int
+    num_prompt_tokens: int  # of admitted requests
+    num_output_tokens: int
+    num_cached_tokens: int  # prompt tokens found in the cache
+    discarded_tokens: int  # computed for requests that had ended
+    num_preemptions: int
+    batch_occupancy: float  # rows used, as a share of max_num_seqs, mean over batches
+    elapsed_s: float  # on the device's clock
+    schedule_ms: float  # host time per batch, mean
+    prepare_ms: float
+    update_ms: float
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Throughput over the whole time."""
+        return self.num_output_tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of prompt tokens that did not have to be computed."""
+        prompts = self.num_prompt_tokens
+        return self.num_cached_tokens / prompts if prompts else 0.0
+
+    def record(self) -> dict[str, Any]:
+        """All figures, the derived ones too, as one flat dict."""
+        derived = {
+            "output_tokens_per_s": self.output_tokens_per_s,
+            "cache_hit_rate": self.cache_hit_rate,
+        }
+        return asdict(self) | derived
+
+    def __repr__(self) -> str:
+        return (
+            f"RunMetrics({self.num_finished} requests, {self.num_output_tokens} tokens "
+            f"in {self.num_batches} batches, {self.output_tokens_per_s:.1f} tok/s, "
+            f"{self.batch_occupancy:.0%} occupied, {self.discarded_tokens} discarded, "
+            f"{self.num_preemptions} preemptions, {self.cache_hit_rate:.0%} cached)"
+        )
+
+
+def request_records(requests: Iterable[Request]) -> list[dict[str, Any]]:
+    """One flat dict per finished request: rows for a table."""
+    return [
+        {"request_id": request.request_id, "finish_reason": request.finish_reason}
+        | asdict(RequestMetrics.of(request))
+        for request in requests
+        if request.is_finished
+    ]
