@@ -65,6 +65,8 @@ class Engine:
         self.scheduler = scheduler or Scheduler(config)
         self.requests: dict[str, Request] = {}
         self.error: BaseException | None = None
+        self.is_closed = False
+        self._is_waiting = False
         self.in_flight: deque[InFlight] = deque()
         self._names, self._arrivals = count(), count()
         self._num_finished = self._num_output_tokens = self._num_rows = 0
@@ -146,10 +148,9 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request for the next batches; from any thread."""
-        if self.error is not None:
-            raise RuntimeError(
-                f"this engine has failed ({self.error!r}): make a new one"
-            ) from self.error
+        if self.is_closed or self.error is not None:
+            state = "is closed" if self.is_closed else f"has failed ({self.error!r})"
+            raise RuntimeError(f"this engine {state}: make a new one") from self.error
         name = request.request_id
         # One step, so that of two threads with one name only one gets through.
         if (other := self.requests.setdefault(name, request)) is not request:
@@ -206,9 +207,36 @@ class Engine:
         while self.has_work:
             self.step()
 
+    def guarded_step(self) -> list[Request]:
+        """A step whose failure ends every request, so that nobody waits for ever.
+
+        An interrupt while the host waits for tokens leaves everything in order. Anywhere
+        else a batch may be half booked: then every request ends, and the engine starts
+        over, as good as new.
+        """
+        self._is_waiting = False
+        try:
+            return self.step()
+        except KeyboardInterrupt as cause:
+            if not self._is_waiting:
+                self._start_over(cause)
+            raise
+        except BaseException as cause:
+            self.fail(cause)
+            raise
+
+    def _start_over(self, cause: BaseException) -> None:
+        self.device.synchronize()
+        self.in_flight.clear()
+        self._end_all(cause)
+        self.scheduler.start_over()
+
     def fail(self, cause: BaseException) -> None:
-        """End every request, because a step of the engine did not come to its end."""
+        """End every request; the engine cannot be used any more."""
         self.error = cause
+        self._end_all(cause)
+
+    def _end_all(self, cause: BaseException) -> None:
         for request in list(self.requests.values()):
             request.status, request.finish_reason = RequestStatus.FINISHED, "error"
             request.error = cause
@@ -300,7 +328,9 @@ class Engine:
     def collect(self) -> list[Request]:
         """Wait for the oldest batch in flight and book its tokens."""
         output, shape, io_slot = self.in_flight[0]
+        self._is_waiting = True
         io_slot.d2h_done.synchronize()
+        self._is_waiting = False
         # Only now: who interrupts the wait finds the batch where it was.
         self.in_flight.popleft()
         access = io_slot.access("update", output.batch, shape.work)
@@ -380,6 +410,9 @@ class Engine:
 
     def close(self) -> None:
         """Wait for what is in flight, then give streams and model back."""
+        if self.is_closed:
+            return
+        self.is_closed = True
         try:
             if self.error is None:
                 self.device.synchronize()
@@ -406,10 +439,11 @@ class SyncEngine(Engine):
 
     def step(self) -> list[Request]:
         """Schedule a batch, launch it, and wait for it."""
-        output = self.schedule()
-        if output is None:
-            return []
-        self.launch(output)
+        if not self.in_flight:  # else an earlier wait was interrupted: wait again
+            output = self.schedule()
+            if output is None:
+                return []
+            self.launch(output)
         return self.collect()
 
 
@@ -422,7 +456,8 @@ class AsyncEngine(Engine):
         Cold start (nothing to collect yet) and drain (nothing left to launch) are not
         special cases: they are what this loop does at its ends.
         """
-        output = self.schedule()
+        has_slot = len(self.in_flight) <= self.config.depth
+        output = self.schedule() if has_slot else None
         if output is not None:
             self.launch(output)
         if self.in_flight and (

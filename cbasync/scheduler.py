@@ -74,16 +74,21 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.policy = make_policy(policy)
-        leases = "block_lease" not in config.ablate
-        self.blocks = BlockManager(config.num_blocks, config.block_size, leases=leases)
-        self.rows = LeasedPool(config.num_rows)
-        self.waiting: list[Request] = []  # both in the order of the policy
-        self.running: list[Request] = []
+        self.start_over()
         self.num_launched = 0  # batches; the next one gets this number
         self.discarded_tokens = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of admitted requests, and how many of them
         self.num_cached_tokens = 0  # were found in the cache
+
+    def start_over(self) -> None:
+        """Forget every request; all blocks and rows are free again."""
+        config = self.config
+        leases = "block_lease" not in config.ablate
+        self.blocks = BlockManager(config.num_blocks, config.block_size, leases=leases)
+        self.rows = LeasedPool(config.num_rows)
+        self.waiting: list[Request] = []  # both in the order of the policy
+        self.running: list[Request] = []
         # From any thread; a batch is only changed between two calls of schedule().
         self._arrived: deque[Request] = deque()
         self._to_abort: deque[Request] = deque()

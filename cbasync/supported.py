@@ -58,7 +58,24 @@ def _declared_misfit(model: PreTrainedModel, max_model_len: int | None) -> str |
         return "its layers keep keys and values of different shapes"
     if not model._supports_attention_backend:
         return "its attention does not go through transformers' attention interface"
-    return _window_misfit(config, max_model_len)
+    return _window_misfit(config, max_model_len) or _rope_misfit(config, max_model_len)
+
+
+def _rope_misfit(config: Any, max_model_len: int | None) -> str | None:
+    """Rotations chosen by the longest request of a batch; None if they are not."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    short = rope.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", 0
+    )
+    limit = max_model_len or config.max_position_embeddings
+    if limit <= short:
+        return None
+    return (
+        f"it rotates keys by the longest request of the batch beyond {short} tokens, "
+        f"and requests may have {limit} (set max_model_len to {short})"
+    )
 
 
 def _window_misfit(config: Any, max_model_len: int | None) -> str | None:

