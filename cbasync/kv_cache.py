@@ -172,6 +172,7 @@ class BlockTable:
 
     block_ids: list[int] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)  # names of its published blocks
+    capacity: int = 0  # tokens that they hold
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -228,6 +229,7 @@ class BlockManager:
             self._num_owners[block] = 1
             self._forget(block)
         table.block_ids.extend(new)
+        table.capacity = len(table) * self.block_size
         return new
 
     def release(self, table: BlockTable, until_batch: int) -> None:
@@ -240,6 +242,7 @@ class BlockManager:
                 self.pool.give_back([block], until_batch, first=first)
         table.block_ids.clear()
         table.chain.clear()
+        table.capacity = 0
 
     # ------------------------------------------------------------------ sharing
 
@@ -262,6 +265,7 @@ class BlockManager:
             self._num_owners[block] += 1
             table.block_ids.append(block)
             table.chain.append(self._published[self._key_of[block]][0])
+        table.capacity = len(table) * self.block_size
 
     def num_free_without(self, blocks: Sequence[int]) -> int:
         """Free blocks that are left once these have been adopted."""

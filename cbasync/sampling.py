@@ -107,6 +107,11 @@ class SamplingParams:
         )
 
     @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probabilities are to come back with the tokens."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
     def needs_every_position(self) -> bool:
         """Whether each prompt token has to pass the model, cached prefix or not."""
         return self.reads_history or self.prompt_logprobs is not None

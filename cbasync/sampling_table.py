@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import IntFlag
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +16,10 @@ Ints = npt.NDArray[np.int64]
 Host = Mapping[str, npt.NDArray[np.int32]]
 
 
-class Needs(IntFlag):
-    """What a request asks of the sampler beyond the largest logit."""
+# What a request asks of the sampler beyond the largest logit, as bits of one column.
+RANDOM, FILTERS, HISTORY, BIAS, MIN_TOKENS, LOGPROBS = 1, 2, 4, 8, 16, 32
 
-    RANDOM = 1
-    FILTERS = 2
-    HISTORY = 4
-    BIAS = 8
-    MIN_TOKENS = 16
+_GREEDY = SamplerNeeds()
 
 
 class SamplingTable:
@@ -48,11 +43,12 @@ class SamplingTable:
         """Write a request's row."""
         row, params = request.row, request.params
         self.flags[row] = (
-            Needs.RANDOM * params.is_random
-            | Needs.FILTERS * params.has_filters
-            | Needs.HISTORY * params.reads_history
-            | Needs.BIAS * bool(params.logit_bias)
-            | Needs.MIN_TOKENS * (params.min_tokens > 0)
+            RANDOM * params.is_random
+            | FILTERS * params.has_filters
+            | HISTORY * params.reads_history
+            | BIAS * bool(params.logit_bias)
+            | MIN_TOKENS * (params.min_tokens > 0)
+            | LOGPROBS * params.has_logprobs
         )
         self.sampling[row] = (
             params.temperature,
@@ -76,21 +72,23 @@ class SamplingTable:
         sampled: Sequence[Occurrence],  # in the order of their ranks
     ) -> SamplerNeeds:
         """Write the arrays of the sampled rows; say what the batch needs."""
-        flags = Needs(int(np.bitwise_or.reduce(self.flags[rows])))
         sampled_rows = np.array([o.row for o in sampled], np.int64)
         count = len(sampled)
         host["token_rows"][:count] = sampled_rows
-        if flags & (Needs.RANDOM | Needs.HISTORY):
+        flags = int(np.bitwise_or.reduce(self.flags[rows]))
+        if not flags:
+            return _GREEDY
+        if flags & (RANDOM | HISTORY):
             host["sampling"][:count] = self.sampling[sampled_rows]
             host["top_k"][:count] = self.top_k[sampled_rows]
             host["seeds"][:count] = self.seeds[sampled_rows]
         bias = False
-        if flags & (Needs.BIAS | Needs.MIN_TOKENS):
+        if flags & (BIAS | MIN_TOKENS):
             bias = self._fill_bias(host, sampled)
         return SamplerNeeds(
-            is_random=bool(flags & Needs.RANDOM),
-            filters=bool(flags & Needs.FILTERS),
-            history=bool(flags & Needs.HISTORY),
+            is_random=bool(flags & RANDOM),
+            filters=bool(flags & FILTERS),
+            history=bool(flags & HISTORY),
             bias=bias,
             num_logprobs=int(self.num_logprobs[sampled_rows].max(initial=-1)),
             prompt_logprobs=int(self.prompt_logprobs[rows].max()),
@@ -105,7 +103,7 @@ class SamplingTable:
         """Say, for each token of the batch, where the device counts it."""
         is_output = positions >= self.num_prompt_tokens[row_of_token]
         rows = row_of_token + self.num_rows * is_output
-        keeps = self.flags[row_of_token] & Needs.HISTORY
+        keeps = self.flags[row_of_token] & HISTORY
         nobody = 2 * self.num_rows
         host["history_rows"][: len(rows)] = np.where(keeps > 0, rows, nobody)
 
@@ -115,7 +113,7 @@ class SamplingTable:
         values[: len(sampled)] = 0
         any_bias = False
         for rank, occurrence in enumerate(sampled):
-            if not self.flags[occurrence.row] & (Needs.BIAS | Needs.MIN_TOKENS):
+            if not self.flags[occurrence.row] & (BIAS | MIN_TOKENS):
                 continue
             for column, (token, value) in enumerate(_biased(occurrence)):
                 ids[rank, column], values[rank, column] = token, value

@@ -159,7 +159,11 @@ class Scheduler:
             if length == 0:
                 continue
             length = min(length, budget)
-            if self._make_room(request, request.num_computed_tokens + length, output):
+            stop = request.num_computed_tokens + length
+            # Most decodes have room in their last block.
+            if stop <= request.blocks.capacity or self._make_room(
+                request, stop, output
+            ):
                 self._take(request, length, output)
                 budget -= length
         return budget
@@ -281,6 +285,7 @@ class Scheduler:
         """
         self.blocks.pool.collected(output.batch)
         self.rows.collected(output.batch)
+        size = self.config.block_size
         kept, any_finished = [], False
         for occurrence in output.occurrences:
             request = occurrence.request
@@ -294,7 +299,9 @@ class Scheduler:
                 request.output_token_ids.append(token)
                 request.num_tokens += 1
                 kept.append(occurrence)
-            self._publish(occurrence)
+            stop = occurrence.start + occurrence.length
+            if stop // size > occurrence.start // size:
+                self._publish(occurrence, stop // size)
             if occurrence.rank >= 0 and (reason := self._end(request, token)):
                 self._finish(request, reason)
                 any_finished = True
@@ -302,19 +309,17 @@ class Scheduler:
             self._forget_finished()
         return kept
 
-    def _publish(self, occurrence: Occurrence) -> None:
+    def _publish(self, occurrence: Occurrence, num_full: int) -> None:
         """Let others find the blocks that this batch has filled.
 
         Only now: until its batch is collected a block's content is a promise.
         """
-        size = self.config.block_size
-        start, stop = occurrence.start, occurrence.start + occurrence.length
-        if start // size == stop // size or not self.config.prefix_caching:
+        request, size = occurrence.request, self.config.block_size
+        if not self.config.prefix_caching or request.is_finished:
             return
-        request = occurrence.request
-        if request.is_finished or occurrence.generation != request.num_preemptions:
+        if occurrence.generation != request.num_preemptions:
             return  # its blocks are not its own any more
-        for index in range(len(request.blocks.chain), stop // size):
+        for index in range(len(request.blocks.chain), num_full):
             tokens = request.tokens_at(index * size, (index + 1) * size)
             self.blocks.publish(request.blocks, index, tokens)
 

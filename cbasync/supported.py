@@ -66,10 +66,9 @@ def _rope_misfit(config: Any, max_model_len: int | None) -> str | None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return None
-    short = rope.get("original_max_position_embeddings") or getattr(
-        config, "original_max_position_embeddings", 0
-    )
-    limit = max_model_len or config.max_position_embeddings
+    declared = getattr(config, "original_max_position_embeddings", 0)
+    short = int(rope.get("original_max_position_embeddings") or declared)
+    limit = int(max_model_len or config.max_position_embeddings)
     if limit <= short:
         return None
     return (

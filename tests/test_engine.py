@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from typing import Any
@@ -311,6 +312,22 @@ def test_no_thread_is_left_behind(machine: Machine) -> None:
     for _ in range(3):
         play(machine.model, on(machine, small()), [Job((1, 2))])
     assert threading.active_count() == before
+
+
+def test_an_engine_that_is_forgotten_takes_its_threads_along(
+    model: LlamaForCausalLM,
+) -> None:
+    """As when a notebook cell is run again without closing anything."""
+    before = threading.active_count()
+    engine = make_engine(model, small())
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))
+    engine.run()
+    threads = [t for t in threading.enumerate() if t.name.startswith("cbasync-")]
+    del engine
+    gc.collect()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert threading.active_count() <= before
 
 
 # ------------------------------------------------------------------ bad input
