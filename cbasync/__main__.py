@@ -36,37 +36,97 @@ def demo_command(parser: argparse.ArgumentParser) -> Run:
 
 
 def bench_command(parser: argparse.ArgumentParser) -> Run:
-    """Measure the host's work per step, or the throughput against a peer."""
-    what = parser.add_mutually_exclusive_group(required=True)
+    """Measure sync and async on a GPU; or the host's work; or a peer on the CPU."""
+    what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--host-only", action="store_true", help="host work per step, no model"
     )
     what.add_argument(
         "--peer", choices=["transformers"], help="our engine against generate_batch"
     )
-    add = parser.add_argument
-    add(
-        "--steps",
-        type=_positive,
-        default=300,
-        help="decode steps to time (default: 300)",
+    what.add_argument(
+        "--series",
+        choices=["ladder", "host-delay", "sweep", "depth"],
+        help="many runs on the GPU instead of one a mode",
     )
-    add("--model", default="smollm2", help="model for --peer (default: smollm2)")
-    add("--requests", type=_positive, default=32, help="for --peer (default: 32)")
-    add("--max-tokens", type=_positive, default=64, help="for --peer (default: 64)")
+    add = parser.add_argument
+    add("--model", help="default: random-8b on the GPU, smollm2 for --peer")
     add("--json", action="store_true", help="print the result as JSON")
+    add("--output", type=Path, metavar="FILE", help="write the result as JSON")
+    _gpu_options(parser)
+    _cpu_options(parser)
 
     def run(args: argparse.Namespace) -> None:
         from cbasync import bench
 
         if args.host_only:
             result, show = bench.bench_host(args.steps), bench.host_table
-        else:
-            result = bench.bench_peer(args.model, args.requests, args.max_tokens)
+        elif args.peer:
+            model = args.model or "smollm2"
+            result = bench.bench_peer(model, args.requests, args.max_tokens)
             show = bench.peer_table
+        else:
+            result, show = _bench_gpu(args)
+        if args.output:
+            args.output.write_text(_as_json(result) + "\n")
         print(_as_json(result) if args.json else show(result))
 
     return run
+
+
+def _cpu_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `bench --host-only` and `bench --peer`."""
+    add = parser.add_argument_group("--host-only and --peer").add_argument
+    steps = "decode steps to time (default: 300)"
+    add("--steps", type=_positive, default=300, help=steps)
+    add("--requests", type=_positive, default=32, help="for --peer (default: 32)")
+    add("--max-tokens", type=_positive, default=64, help="for --peer (default: 64)")
+
+
+def _gpu_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `bench` on a GPU."""
+    add = parser.add_argument_group("on a GPU").add_argument
+    add("--batch", type=_positive, default=32, help="requests (default: 32)")
+    add("--prompt-tokens", type=_positive, default=16, help="each (default: 16)")
+    add("--new-tokens", type=_positive, default=8192, help="each (default: 8192)")
+    add("--modes", default="sync,async", help="one or both (default: sync,async)")
+    add("--depth", type=int, default=1, help="batches the host runs ahead (default: 1)")
+    add("--compile", action="store_true", help="compile the decode step, about 30 s")
+    add("--merge", action="store_true", help="merge q,k,v and gate,up")
+    add("--no-graphs", action="store_true", help="launch kernel by kernel")
+    add("--host-delay-ms", type=float, default=0.0, help="host time added to each step")
+    add("--trace", type=Path, metavar="FILE", help="write a trace of each mode")
+
+
+def _bench_gpu(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """Run one experiment or a series; its result, and how to show it."""
+    import torch
+
+    from cbasync import experiments, gpu_bench
+    from cbasync.models import load_model
+
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "bench measures a GPU and this machine has none: use --host-only or --peer"
+        )
+    modes = args.modes.split(",")
+    if not set(modes) <= {"sync", "async"}:
+        raise ValueError(f"modes are {args.modes!r}: give sync, async or sync,async")
+    setting = gpu_bench.Setting(
+        batch=args.batch,
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.new_tokens,
+        depth=args.depth,
+        cuda_graphs=not args.no_graphs,
+        compile=args.compile,
+        merge=args.merge,
+        host_delay_ms=args.host_delay_ms,
+    )
+    loaded = load_model(args.model or "random-8b", device="cuda")
+    if args.series:
+        result = experiments.SERIES[args.series](loaded, setting)
+        return result, experiments.series_table
+    return gpu_bench.bench_gpu(loaded, setting, modes, args.trace), gpu_bench.gpu_table
 
 
 def sim_command(parser: argparse.ArgumentParser) -> Run:

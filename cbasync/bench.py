@@ -43,7 +43,8 @@ Result = dict[str, Any]
 
 ROOT = Path(__file__).parents[1]
 
-_ROUNDS = 3  # of whatever is measured, by turns; the best one counts
+# Rounds of whatever is measured, by turns; the best one of each counts.
+_HOST_ROUNDS, _PEER_ROUNDS = 3, 2
 
 # ------------------------------------------------------------------ where and with what
 
@@ -101,7 +102,7 @@ def bench_host(steps: int = 300) -> Result:
     """Host work per decode step without a model, at several sizes."""
     best: dict[str, Result] = {}
     # A busy neighbour only ever adds: by turns, and the quietest run of each size.
-    for _, (requests, context) in product(range(_ROUNDS), HOST_CASES):
+    for _, (requests, context) in product(range(_HOST_ROUNDS), HOST_CASES):
         run = measure_host(requests, context, steps)
         name = f"{requests}@{context}"
         best[name] = min(best.get(name, run), run, key=itemgetter("host_ms"))
@@ -204,7 +205,7 @@ def bench_peer(
         generate(loaded, prompts[:2], 2)  # warm
     seconds: dict[str, list[float]] = {"ours": [], "peer": []}
     tokens: dict[str, list[list[int]]] = {}
-    for _ in range(_ROUNDS):
+    for _ in range(_PEER_ROUNDS):
         for name, generate in (("ours", _ours), ("peer", _peers)):
             start = time.perf_counter()
             tokens[name] = generate(loaded, prompts, max_tokens)
@@ -253,7 +254,7 @@ def _peers(
         use_async_batching=False,  # needs CUDA
         allow_block_sharing=False,
     )
-    # None would fall back to the model's own end token; -1 never comes.
+    # No token is -1, so nobody stops.
     generation = GenerationConfig(
         max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cbasync.batch import BatchBuilder, BatchShape, RequestTable
 from cbasync.carry_over import make_carry_over
 from cbasync.config import EngineConfig
 from cbasync.devices import Access, Device, Resource, make_device
+from cbasync.intake import Intake
 from cbasync.io_slot import IOSlot, SlotLayout
 from cbasync.logprobs import book_logprobs
-from cbasync.metrics import RunMetrics
+from cbasync.metrics import RunCounters, RunMetrics
 from cbasync.model_runner import Runner
-from cbasync.request import Request, RequestStatus, check_prompt
-from cbasync.sampling import SamplingParams
-from cbasync.scheduler import Occurrence, Scheduler, SchedulerOutput
+from cbasync.request import Request, RequestStatus
+from cbasync.scheduler import Scheduler, SchedulerOutput
 from cbasync.timeline import Timeline
 from cbasync.trace import Work
 
@@ -68,9 +68,9 @@ class Engine:
         self.is_closed = False
         self._is_waiting = False
         self.in_flight: deque[InFlight] = deque()
-        self._names, self._arrivals = count(), count()
-        self._num_finished = self._num_output_tokens = self._num_rows = 0
-        self._start_us = self.device.now_us()
+        self.intake = Intake(config, runner.vocab_size)
+        self.counters = RunCounters(config, self.device.now_us())
+        self._arrivals = count()
         runner.prepare(config, self.device)  # the most likely to fail: before streams
 
         layout = SlotLayout.of(config)
@@ -102,55 +102,14 @@ class Engine:
     # ------------------------------------------------------------------ requests
 
     def new_request(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        eos_token_ids: Collection[int] = (),
-        priority: int = 0,
+        self, prompt_token_ids: Sequence[int], *args: Any, **options: Any
     ) -> Request:
-        """A checked request that is not queued yet; refused if it could never run."""
-        params = params or SamplingParams()
-        prompt = check_prompt(prompt_token_ids, self.runner.vocab_size)
-        name = f"request-{next(self._names)}" if request_id is None else request_id
-        stop = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop.update(eos_token_ids)
-        request = Request(name, prompt, params, frozenset(stop), priority)
-        self._check_params(request)
-        self.scheduler.check_fits(request)
-        return request
-
-    def _check_params(self, request: Request) -> None:
-        """Refuse what only the engine can tell to be too much."""
-        config, params, vocab = self.config, request.params, self.runner.vocab_size
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > config.max_logprobs:
-                raise ValueError(
-                    f"{name} is {getattr(params, name)}, max_logprobs is "
-                    f"{config.max_logprobs}: ask for fewer or raise max_logprobs"
-                )
-        biased = {token for token, _ in params.bias_pairs}
-        for token in sorted(biased | request.stop_token_ids):
-            if token >= vocab:
-                raise ValueError(
-                    f"token {token} is biased or ends the request, token ids go from 0 "
-                    f"to {vocab - 1}: check the tokenizer"
-                )
-        if params.min_tokens:
-            biased |= request.stop_token_ids
-        if len(biased) > config.max_logit_bias:
-            raise ValueError(
-                f"{len(biased)} tokens are biased or held back, max_logit_bias is "
-                f"{config.max_logit_bias}: bias fewer or raise max_logit_bias"
-            )
+        """A checked request that is not queued yet; see `Intake.new_request`."""
+        return self.intake.new_request(prompt_token_ids, *args, **options)
 
     def submit(self, request: Request) -> None:
         """Queue a request for the next batches; from any thread."""
-        if self.is_closed or self.error is not None:
-            state = "is closed" if self.is_closed else f"has failed ({self.error!r})"
-            raise RuntimeError(f"this engine {state}: make a new one") from self.error
+        self._check_usable()
         name = request.request_id
         # One step, so that of two threads with one name only one gets through.
         if (other := self.requests.setdefault(name, request)) is not request:
@@ -161,24 +120,19 @@ class Engine:
         request.arrival = next(self._arrivals)
         request.times.submitted_us = self.device.now_us()
         self.scheduler.add(request)
+        if self.error is not None:  # failed meanwhile: nobody else would end it
+            self._end(request, self.error)
+
+    def _check_usable(self) -> None:
+        if self.is_closed or self.error is not None:
+            state = "is closed" if self.is_closed else f"has failed ({self.error!r})"
+            raise RuntimeError(f"this engine {state}: make a new one") from self.error
 
     def add_request(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        eos_token_ids: Collection[int] = (),
-        priority: int = 0,
+        self, prompt_token_ids: Sequence[int], *args: Any, **options: Any
     ) -> Request:
         """Check a prompt and queue it: `new_request`, then `submit`."""
-        request = self.new_request(
-            prompt_token_ids,
-            params,
-            request_id=request_id,
-            eos_token_ids=eos_token_ids,
-            priority=priority,
-        )
+        request = self.new_request(prompt_token_ids, *args, **options)
         self.submit(request)
         return request
 
@@ -192,6 +146,10 @@ class Engine:
             return False
         self.scheduler.abort(request)
         return True
+
+    def is_over(self, request: Request) -> bool:
+        """Whether a submitted request has ended and everything about it is booked."""
+        return self.requests.get(request.request_id) is not request
 
     @property
     def has_work(self) -> bool:
@@ -210,9 +168,9 @@ class Engine:
     def guarded_step(self) -> list[Request]:
         """A step whose failure ends every request, so that nobody waits for ever.
 
-        An interrupt while the host waits for tokens leaves everything in order. Anywhere
-        else a batch may be half booked: then every request ends, and the engine starts
-        over, as good as new.
+        An interrupt while the host waits for tokens leaves everything in order.
+        Anywhere else a batch may be half booked: then every request ends, and the
+        engine starts over, as good as new.
         """
         self._is_waiting = False
         try:
@@ -238,9 +196,12 @@ class Engine:
 
     def _end_all(self, cause: BaseException) -> None:
         for request in list(self.requests.values()):
-            request.status, request.finish_reason = RequestStatus.FINISHED, "error"
-            request.error = cause
-        self.requests.clear()
+            self._end(request, cause)
+
+    def _end(self, request: Request, cause: BaseException) -> None:
+        request.status, request.finish_reason = RequestStatus.FINISHED, "error"
+        request.error = cause
+        self.requests.pop(request.request_id, None)
 
     @property
     def timeline(self) -> Timeline:
@@ -250,23 +211,8 @@ class Engine:
     @property
     def metrics(self) -> RunMetrics:
         """What this engine has done so far."""
-        scheduler = self.scheduler
-        batches = scheduler.num_launched
-        host_us = self.timeline.host_us()
-        per_batch_ms = {p: us / 1e3 / max(1, batches) for p, us in host_us.items()}
-        return RunMetrics(
-            num_batches=batches,
-            num_finished=self._num_finished,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
-            num_cached_tokens=scheduler.num_cached_tokens,
-            discarded_tokens=scheduler.discarded_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            batch_occupancy=self._num_rows / max(1, batches * self.config.max_num_seqs),
-            elapsed_s=(self.device.now_us() - self._start_us) / 1e6,
-            schedule_ms=per_batch_ms.get("schedule", 0.0),
-            prepare_ms=per_batch_ms.get("prepare", 0.0),
-            update_ms=per_batch_ms.get("update", 0.0),
+        return self.counters.metrics(
+            self.scheduler, self.timeline, self.device.now_us()
         )
 
     # ------------------------------------------------------------------ the phases
@@ -280,7 +226,7 @@ class Engine:
             if output is None:
                 phase.batch = -1
             else:
-                self._note_scheduled(output)
+                self.counters.scheduled(output, self.device.now_us())
                 phase.work = Work(len(output.occurrences), output.num_tokens)
         return output
 
@@ -335,27 +281,14 @@ class Engine:
         self.in_flight.popleft()
         access = io_slot.access("update", output.batch, shape.work)
         with self.device.host_phase(access):
-            tokens = io_slot.host_sampled[: shape.num_sampled].numpy()
+            tokens = io_slot.sampled_tokens[: shape.num_sampled]
             self.table.book(output, tokens)
             kept = self.scheduler.update(output, tokens.tolist())
-            self._note_tokens(kept)
+            self.counters.kept(kept, self.device.now_us())
             if max(shape.needs.num_logprobs, shape.needs.prompt_logprobs) >= 0:
                 book_logprobs(io_slot.need_logprobs(), output, kept)
             self._forget_finished()
         return [occurrence.request for occurrence in kept]
-
-    def _note_scheduled(self, output: SchedulerOutput) -> None:
-        self._num_rows += len(output.occurrences)
-        for request in output.admitted:
-            if request.times.scheduled_us < 0:
-                request.times.scheduled_us = self.device.now_us()
-
-    def _note_tokens(self, kept: list[Occurrence]) -> None:
-        self._num_output_tokens += len(kept)
-        for occurrence in kept:
-            request = occurrence.request
-            if len(request.output_token_ids) == 1:
-                request.times.first_token_us = self.device.now_us()
 
     def _prepare(self, io_slot: IOSlot, output: SchedulerOutput) -> BatchShape:
         access = io_slot.access("prepare", output.batch)
@@ -375,9 +308,8 @@ class Engine:
 
     def _forget_finished(self) -> None:
         for request in self.scheduler.take_finished():
-            request.times.finished_us = self.device.now_us()
+            self.counters.finished(request, self.device.now_us())
             del self.requests[request.request_id]
-            self._num_finished += 1
 
     def _compute_access(
         self,

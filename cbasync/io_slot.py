@@ -114,6 +114,7 @@ class IOSlot:
         requests = layout.max_requests
         self.host_sampled = device.host_buffer((requests,), torch.int64)
         self.device_sampled = device.device_buffer((requests,), torch.int64)
+        self.sampled_tokens = self.host_sampled.numpy()  # the host's view of it
         # First the sampled rows, then the tokens of prompts; made when first asked for.
         self._device = device
         self.logprobs: LogprobBuffers | None = None

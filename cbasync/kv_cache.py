@@ -87,7 +87,7 @@ class LeasedPool:
         self._free = OrderedDict.fromkeys(range(size))  # taken from the front
         self._held = bytearray(size)
         self._lease_of: dict[int, int] = {}  # item -> the batch it waits for
-        self._ending: defaultdict[int, list[int]] = defaultdict(list)
+        self._ending: defaultdict[int, list[tuple[int, bool]]] = defaultdict(list)
         self._last_collected = -1
 
     @property
@@ -138,19 +138,22 @@ class LeasedPool:
             self._held[item] = 0
             if self._leases_kept and until_batch > self._last_collected:
                 self._lease_of[item] = until_batch
-                self._ending[until_batch].append(item)
+                self._ending[until_batch].append((item, first))
             else:
-                self._free[item] = None
-                if first:
-                    self._free.move_to_end(item, last=False)
+                self._set_free(item, first)
 
     def collected(self, batch: int) -> None:
         """End the leases that waited for this batch."""
         self._last_collected = batch
-        for item in self._ending.pop(batch, ()):
+        for item, first in self._ending.pop(batch, ()):
             if self._lease_of.get(item) == batch:  # not revived meanwhile
                 del self._lease_of[item]
-                self._free[item] = None
+                self._set_free(item, first)
+
+    def _set_free(self, item: int, first: bool) -> None:
+        self._free[item] = None
+        if first:
+            self._free.move_to_end(item, last=False)
 
     def owner_flags(self) -> str:
         """One letter per item: `.` free, `o` owned, `~` leased."""

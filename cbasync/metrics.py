@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cbasync.config import EngineConfig
 from cbasync.request import Request, RequestMetrics
+from cbasync.scheduler import Occurrence, Scheduler, SchedulerOutput
+from cbasync.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,57 @@ class RunMetrics:
             f"in {self.num_batches} batches, {self.output_tokens_per_s:.1f} tok/s, "
             f"{self.batch_occupancy:.0%} occupied, {self.discarded_tokens} discarded, "
             f"{self.num_preemptions} preemptions, {self.cache_hit_rate:.0%} cached)"
+        )
+
+
+class RunCounters:
+    """Counts while an engine runs; `metrics()` makes figures of them."""
+
+    def __init__(self, config: EngineConfig, now_us: float) -> None:
+        self.config = config
+        self.start_us = now_us
+        self.num_finished = 0
+        self.num_output_tokens = 0
+        self.num_rows = 0
+
+    def scheduled(self, output: SchedulerOutput, now_us: float) -> None:
+        """A batch was decided."""
+        self.num_rows += len(output.occurrences)
+        for request in output.admitted:
+            if request.times.scheduled_us < 0:  # not after a preemption
+                request.times.scheduled_us = now_us
+
+    def kept(self, kept: Sequence[Occurrence], now_us: float) -> None:
+        """Tokens were booked."""
+        self.num_output_tokens += len(kept)
+        for occurrence in kept:
+            if len(occurrence.request.output_token_ids) == 1:
+                occurrence.request.times.first_token_us = now_us
+
+    def finished(self, request: Request, now_us: float) -> None:
+        """A request has ended."""
+        request.times.finished_us = now_us
+        self.num_finished += 1
+
+    def metrics(
+        self, scheduler: Scheduler, timeline: Timeline, now_us: float
+    ) -> RunMetrics:
+        """All figures as they are now."""
+        batches = max(1, scheduler.num_launched)
+        host_us = timeline.host_us()
+        return RunMetrics(
+            num_batches=scheduler.num_launched,
+            num_finished=self.num_finished,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            discarded_tokens=scheduler.discarded_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            batch_occupancy=self.num_rows / (batches * self.config.max_num_seqs),
+            elapsed_s=(now_us - self.start_us) / 1e6,
+            schedule_ms=host_us.get("schedule", 0.0) / 1e3 / batches,
+            prepare_ms=host_us.get("prepare", 0.0) / 1e3 / batches,
+            update_ms=host_us.get("update", 0.0) / 1e3 / batches,
         )
 
 

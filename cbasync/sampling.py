@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 MAX_SEED = 2**31 - 1
 
@@ -121,10 +122,20 @@ def _bias_pairs(
     bias: Mapping[int, float] | Sequence[tuple[int, float]],
 ) -> tuple[tuple[int, float], ...]:
     pairs = tuple(bias.items() if isinstance(bias, Mapping) else bias)
+    seen: set[int] = set()
     for token, value in pairs:
         _whole("logit_bias token", token, 0, None)
-        if math.isnan(value):
-            raise ValueError(f"logit_bias of token {token} is nan: give a number")
+        # Minus infinity rules a token out; plus infinity has no softmax.
+        if not _is_number(value) or math.isnan(value) or value == math.inf:
+            raise ValueError(
+                f"logit_bias of token {token} is {value!r}, numbers and minus infinity "
+                "have a meaning: give one of them"
+            )
+        if token in seen:
+            raise ValueError(
+                f"logit_bias names token {token} twice, one value is used: remove one"
+            )
+        seen.add(token)
     return pairs
 
 
@@ -145,11 +156,17 @@ def _whole(name: str, value: object, least: int, most: int | None) -> None:
         )
 
 
+def _is_number(value: object) -> bool:
+    # numpy's floats are real numbers too.
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _in_range(
     name: str, value: float, least: float, most: float, *, open_below: bool = False
 ) -> None:
     # Written so that nan fails.
-    if not (least <= value <= most) or (open_below and value == least):
+    inside = _is_number(value) and least <= value <= most
+    if not inside or (open_below and value == least):
         above = "above " if open_below else ""
         raise ValueError(
             f"{name} is {value!r}, the range is {above}{least:g} to {most:g}: "

@@ -97,7 +97,7 @@ class Scheduler:
     # ------------------------------------------------------------------ requests
 
     def add(self, request: Request) -> None:
-        """Queue a request; `check_fits` has been asked before."""
+        """Queue a request that the intake has checked."""
         self._arrived.append(request)
 
     def abort(self, request: Request) -> None:
@@ -108,25 +108,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self.waiting or self.running or self._arrived or self._to_abort)
-
-    def check_fits(self, request: Request) -> None:
-        """Refuse a request that could never run, however empty the engine is."""
-        config, prompt = self.config, len(request.prompt_token_ids)
-        most = request.params.max_tokens
-        if prompt + most > config.max_model_len:
-            raise ValueError(
-                f"{request.request_id}: {prompt} prompt + {most} new tokens is "
-                f"{prompt + most}, max_model_len is {config.max_model_len}: "
-                "shorten one of them or raise max_model_len"
-            )
-        # The last token is never an input, so it needs no place in the cache.
-        needed = self.blocks.missing(0, prompt + most - 1)
-        if needed > config.num_blocks:
-            raise ValueError(
-                f"{request.request_id}: {prompt} prompt + {most} new tokens need "
-                f"{needed} blocks of {config.block_size}, the cache has "
-                f"{config.num_blocks}: shorten one of them or raise num_blocks"
-            )
 
     # ------------------------------------------------------------------ schedule
 

@@ -30,20 +30,19 @@ class Handle:
         while True:
             self._loop.wait_for(
                 lambda place=place: (
-                    len(self.request.output_token_ids) > place
-                    or self.request.is_finished
+                    len(self.request.output_token_ids) > place or self._is_over()
                 )
             )
             tokens = self.request.output_token_ids[place:]
             yield from tokens
             place += len(tokens)
-            if self.request.is_finished and place == len(self.request.output_token_ids):
+            if self._is_over() and place == len(self.request.output_token_ids):
                 self._raise_error()
                 return
 
     def result(self, timeout: float | None = None) -> Request:
         """Wait for the request's end; TimeoutError after `timeout` seconds."""
-        if not self._loop.wait_for(lambda: self.request.is_finished, timeout):
+        if not self._loop.wait_for(self._is_over, timeout):
             raise TimeoutError(
                 f"{self.request!r} has not finished within {timeout} s: "
                 "wait longer or abort() it"
@@ -54,6 +53,9 @@ class Handle:
     def abort(self) -> None:
         """End the request now; what it has so far stays."""
         self._loop.abort(self.request)
+
+    def _is_over(self) -> bool:
+        return self._loop.engine.is_over(self.request)
 
     def _raise_error(self) -> None:
         if self.request.error is not None:
@@ -105,8 +107,10 @@ class EngineLoop:
             priority=priority,
         )
         with self._changed:
-            if self._stopping:
-                raise EngineStoppedError("the loop is closed: make a new one")
+            cause = self.engine.error
+            if self._stopping or cause is not None:
+                state = "is closed" if cause is None else f"has failed ({cause!r})"
+                raise EngineStoppedError(f"the loop {state}: make a new one") from cause
             self.engine.submit(request)
             self._changed.notify_all()
         return Handle(request, self)
@@ -141,7 +145,7 @@ class EngineLoop:
                     return
             try:
                 self.engine.guarded_step()
-            except Exception:
+            except BaseException:
                 # Every request has been told why; who reads a handle is told there.
                 self._end()
                 return

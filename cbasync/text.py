@@ -70,10 +70,14 @@ class StopTexts:
         if self.found:
             return ""
         text = self._held + piece
-        places = [place for stop in self.texts if (place := text.find(stop)) >= 0]
-        if places:
+        found = [
+            (place + len(stop), place)
+            for stop in self.texts
+            if (place := text.find(stop)) >= 0
+        ]
+        if found:
             self.found, self._held = True, ""
-            return text[: min(places)]
+            return text[: min(found)[1]]  # the one complete first, as letter by letter
         keep = max((_overlap(text, stop) for stop in self.texts), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
