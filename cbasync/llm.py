@@ -219,7 +219,7 @@ class LLM:
     def _step(self, waiting_for: Sequence[Request]) -> int:
         """Take a turn, unless another thread's turn has brought the answer."""
         with self._turn:
-            if all(request.is_finished for request in waiting_for):
+            if all(self.engine.is_over(request) for request in waiting_for):
                 return 0
             return len(self.engine.guarded_step())
 
@@ -233,7 +233,7 @@ class LLM:
             leave=False,
         )
         with bar:
-            while not all(request.is_finished for request in requests):
+            while not all(self.engine.is_over(request) for request in requests):
                 bar.update(self._step(requests))
         for request in requests:
             if request.error is not None:
@@ -247,7 +247,7 @@ class LLM:
             while not is_last:
                 self._step([request])
                 # Asked once: while this waits at a yield, others may step the engine.
-                if is_last := request.is_finished:
+                if is_last := self.engine.is_over(request):
                     transcript.close()
                 for piece in transcript.pieces[shown:]:
                     shown += 1

@@ -241,7 +241,7 @@ _tokens = st.integers(0, VOCAB - 1)
 
 
 @st.composite
-def _params(draw: st.DrawFn) -> SamplingParams:
+def params_strategy(draw: st.DrawFn) -> SamplingParams:
     """Mostly plain requests, and some that ask for everything at once."""
     max_tokens = draw(st.integers(1, 10))
     plain = {
@@ -268,15 +268,15 @@ def _params(draw: st.DrawFn) -> SamplingParams:
 
 
 # Some begin alike, so that blocks are shared.
-_prompts = st.one_of(
+prompts_strategy = st.one_of(
     st.lists(_tokens, min_size=1, max_size=18),
     st.integers(1, 18).map(lambda length: [i * 5 % VOCAB for i in range(length)]),
 ).map(tuple)
 jobs_strategy = st.lists(
     st.builds(
         Job,
-        prompt=_prompts,
-        params=_params(),
+        prompt=prompts_strategy,
+        params=params_strategy(),
         arrival=st.integers(0, 8),
         abort=st.none() | st.integers(0, 25),
     ),
