@@ -21,8 +21,8 @@ from cbasync.intake import Intake
 from cbasync.io_slot import IOSlot, SlotLayout
 from cbasync.logprobs import book_logprobs
 from cbasync.metrics import RunCounters, RunMetrics
-from cbasync.model_runner import Runner
 from cbasync.request import Request, RequestStatus
+from cbasync.runner import Runner
 from cbasync.scheduler import Scheduler, SchedulerOutput
 from cbasync.timeline import Timeline
 from cbasync.trace import Work

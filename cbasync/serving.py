@@ -69,7 +69,7 @@ class EngineLoop:
 
     >>> from cbasync.devices import ThreadsDevice
     >>> from cbasync.engine import AsyncEngine
-    >>> from cbasync.model_runner import ScriptedRunner
+    >>> from cbasync.runner import ScriptedRunner
     >>> engine = AsyncEngine(ScriptedRunner(vocab_size=10), device=ThreadsDevice())
     >>> with EngineLoop(engine) as loop:
     ...     handle = loop.submit([1, 2, 3], SamplingParams(max_tokens=4))

@@ -16,8 +16,9 @@ from transformers import LlamaForCausalLM
 from cbasync.config import EngineConfig
 from cbasync.devices import StreamError, ThreadsDevice
 from cbasync.engine import AsyncEngine, Engine
-from cbasync.model_runner import ModelRunner, ScriptedRunner
+from cbasync.model_runner import ModelRunner
 from cbasync.models import tiny_model
+from cbasync.runner import ScriptedRunner
 from cbasync.sampling import SamplingParams
 from cbasync.scheduler import Scheduler, SchedulerOutput
 from tests.conftest import Machine

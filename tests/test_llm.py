@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cbasync.config import EngineConfig
 from cbasync.devices.base import Event
@@ -585,3 +588,26 @@ def test_a_complete_character_is_not_held_back(loaded: LoadedModel) -> None:
     emoji = list("🙂".encode())
     assert push_all(tokenizer_of(loaded), emoji) == ["", "", "", "🙂", ""]
     assert push_all(tokenizer_of(loaded), [97, *emoji[:2]]) == ["a", "", "", "\ufffd"]
+
+
+def test_spaces_between_words_survive() -> None:
+    """Some tokenizers drop the space of a text's first token, and only of that."""
+    vocab = {word: index for index, word in enumerate(["▁to", "▁be", "▁or", "▁not"])}
+    backend = Tokenizer(WordLevel(vocab, unk_token="▁to"))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert tokenizer.decode([1]) == "be"
+    pieces = push_all(tokenizer, [0, 1, 2, 3, 0, 1])
+    assert pieces == ["to", " be", " or", " not", " to", " be", ""]
+
+
+def test_a_chat_gets_no_second_start_token() -> None:
+    """The template has written what a tokenizer would put before plain text."""
+    loaded = load_model("random-tiny")
+    start = TemplateProcessing(single="! $A", special_tokens=[("!", ord("!"))])
+    tokenizer_of(loaded).backend_tokenizer.post_processor = start
+    with LLM(loaded, device="threads") as llm:
+        plain = llm.generate("hello", EIGHT)[0]
+        chat = llm.chat([{"role": "user", "content": "!hello"}], EIGHT)
+    assert bytes(plain.prompt_token_ids) == b"!hello"
+    assert bytes(chat.prompt_token_ids) == b"!hello\n"

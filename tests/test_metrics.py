@@ -10,8 +10,8 @@ from cbasync.devices import SimDevice, ThreadsDevice
 from cbasync.devices.costs import CostModel, PhaseCost
 from cbasync.engine import AsyncEngine, Engine, SyncEngine
 from cbasync.metrics import RunMetrics, request_records
-from cbasync.model_runner import ScriptedRunner
 from cbasync.request import Request, RequestMetrics
+from cbasync.runner import ScriptedRunner
 from cbasync.sampling import SamplingParams
 
 COSTS = CostModel(

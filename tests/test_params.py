@@ -13,8 +13,8 @@ import torch
 from cbasync.config import EngineConfig
 from cbasync.devices import ThreadsDevice
 from cbasync.engine import SyncEngine
-from cbasync.model_runner import ScriptedRunner
 from cbasync.request import check_prompt
+from cbasync.runner import ScriptedRunner
 from cbasync.sampling import MAX_SEED, SamplingParams
 
 NAN, INF = math.nan, math.inf
@@ -110,7 +110,7 @@ def test_the_limits_themselves_are_allowed() -> None:
         {"stop": "one", "stop_token_ids": [0, MAX_SEED]},
         {"temperature": np.float32(0.5)},
     ):
-        SamplingParams(**values)  # type: ignore[arg-type]
+        SamplingParams(**values)
 
 
 def test_lists_are_kept_as_tuples_so_that_params_can_be_compared() -> None:
@@ -177,7 +177,7 @@ def engine() -> Any:
         ({"logit_bias": {10: 1.0}}, "token 10 is biased or ends the request"),
         (
             {"logit_bias": dict.fromkeys(range(4), 1.0)},
-            "4 tokens are biased or held back, max_logit_bias is 3: bias fewer or raise",
+            "4 tokens are biased or held back, max_logit_bias is 3: bias fewer",
         ),
         (
             # Held back tokens take places beside the biased ones.

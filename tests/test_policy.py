@@ -9,9 +9,9 @@ from cbasync.devices import SimDevice
 from cbasync.engine import AsyncEngine
 from cbasync.llm import LLM
 from cbasync.mutants import EVEN_COSTS
-from cbasync.model_runner import ScriptedRunner
 from cbasync.policy import POLICIES, Policy, make_policy
 from cbasync.request import Request, RequestStatus
+from cbasync.runner import ScriptedRunner
 from cbasync.sampling import SamplingParams
 from cbasync.scheduler import Scheduler, SchedulerOutput
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -310,7 +311,7 @@ def most_blocks(trial: Trial, name: str) -> int:
     return max(len(b.blocks.get(name, [])) for b in trial.batches)
 
 
-def one_after_the_other(trial: Trial, *jobs: Job, **options: int) -> Result:
+def one_after_the_other(trial: Trial, *jobs: Job, **options: Any) -> Result:
     """Each one is submitted when the one before has ended."""
     with trial.engine(**options) as engine:
         requests = []

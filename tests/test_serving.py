@@ -18,8 +18,8 @@ from cbasync.config import EngineConfig
 from cbasync.devices import StreamError, ThreadsDevice
 from cbasync.engine import AsyncEngine, Engine, SyncEngine
 from cbasync.llm import LLM
-from cbasync.model_runner import ScriptedRunner
 from cbasync.request import Request
+from cbasync.runner import ScriptedRunner
 from cbasync.sampling import SamplingParams
 from cbasync.scheduler import Occurrence, Scheduler, SchedulerOutput
 from cbasync.serving import EngineLoop, EngineStoppedError, Handle

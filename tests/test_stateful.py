@@ -76,7 +76,9 @@ class EverythingAtOnce(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.delivered: Counter[str] = Counter()
 
-    def submit(self, prompt: tuple[int, ...], params: SamplingParams, rank: int) -> None:
+    def submit(
+        self, prompt: tuple[int, ...], params: SamplingParams, rank: int
+    ) -> None:
         request = self.engine.add_request(prompt, params, priority=rank)
         self.jobs.append(Job(prompt, params))
         self.requests.append(request)
@@ -132,7 +134,7 @@ class EverythingAtOnce(RuleBasedStateMachine):
             self.look_at_requests()
 
     def look_at_blocks(self) -> None:
-        """Each block has as many owners as tables name it; only full ones are shared."""
+        """Each block has the owners that name it, and only full ones are shared."""
         scheduler = self.engine.scheduler
         owners: Counter[int] = Counter()
         for request in scheduler.running:
@@ -141,7 +143,8 @@ class EverythingAtOnce(RuleBasedStateMachine):
             owners.update(table.block_ids)
             settled = request.num_tokens // scheduler.config.block_size
             assert len(table.chain) <= settled, "published before it is settled"
-            unshared = table.block_ids[len(table.chain) :]
+        for request in scheduler.running:
+            unshared = request.blocks.block_ids[len(request.blocks.chain) :]
             assert all(owners[b] == 1 for b in unshared), "written by two"
         pool = scheduler.blocks.pool
         assert pool.num_held == len(owners)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def cut(text: str, places: list[int]) -> list[str]:
     """The text in pieces; the joined pieces are the text again."""
     ends = [0, *sorted(p % (len(text) + 1) for p in places), len(text)]
-    return [text[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(ends)]
 
 
 def first_stop(text: str, stops: list[str]) -> int:
@@ -105,7 +107,9 @@ def play(transcript: Transcript, data: bytes) -> int:
     return len(data)
 
 
-@given(text=st.text("ab🙂é", max_size=12), stop=st.text("ab🙂é", min_size=1, max_size=3))
+@given(
+    text=st.text("ab🙂é", max_size=12), stop=st.text("ab🙂é", min_size=1, max_size=3)
+)
 def test_a_transcript_ends_at_the_byte_that_completes_the_stop_text(
     tokenizer: PreTrainedTokenizerBase, text: str, stop: str
 ) -> None:
