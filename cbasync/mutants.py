@@ -131,7 +131,7 @@ def workload() -> list[tuple[list[int], SamplingParams]]:
     return [
         ([1, 2, 3, 4, 5, 6, 7], SamplingParams(max_tokens=5)),
         ([7, 6, 5, 4, 3, 2, 1], SamplingParams(max_tokens=6)),
-        ([4, 4], SamplingParams(max_tokens=8, temperature=2.0, seed=5, top_k=2)),
+        ([4, 4], SamplingParams(max_tokens=9, temperature=2.0, seed=5, top_k=2)),
         ([0, 3, 1], SamplingParams(max_tokens=7, frequency_penalty=9.0)),
         ([9, 8, 7, 6], SamplingParams(max_tokens=9, logit_bias={5: 99.0})),
         ([2, 1], SamplingParams(max_tokens=6, temperature=0.7, logit_bias={6: 99.0})),
