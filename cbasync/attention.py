@@ -5,21 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from cbasync.batch import BatchShape
 from cbasync.kv_cache import KVCache, blocks_for
+from cbasync.paged_ops import attend_rows, attend_rows_op, grouped_attention
 
 NAME = "cbasync"
+
+_MIN_CHUNK = 64  # on a GPU a shorter piece of a prompt is computed row by row
 
 
 @dataclass
 class PagedBatch:
-    """What every attention layer of one forward pass reads.
+    """What every attention layer of one forward pass reads, on a CPU.
 
     Rows with one query token (decodes) are computed together, longer ones one by one.
     How the batch is cut into rows is known to the host, as a launch parameter would
@@ -48,7 +52,9 @@ class PagedBatch:
             self.decodes = self._decode_group(single, tokens, longest)
         for row, length in enumerate(lengths):
             if length > 1:
-                self.chunks.append(self._chunk(row, starts[row], length, stops[row]))
+                table = self.block_table[row : row + 1]
+                chunk = Chunk.of(self.cache, table, starts[row], length, stops[row])
+                self.chunks.append(chunk)
 
     def _decode_group(
         self, rows: list[int] | None, tokens: list[int] | None, longest: int
@@ -65,15 +71,6 @@ class PagedBatch:
             block_table=block_table[:, :width],
             mask=(place < seq_lens.unsqueeze(1))[:, None, None, :],
         )
-
-    def _chunk(self, row: int, start: int, length: int, stop: int) -> Chunk:
-        device = self.seq_lens.device
-        mask = None
-        if stop > length:  # a later chunk of a prompt: all that came before is visible
-            ones = torch.ones(length, stop, dtype=torch.bool, device=device)
-            mask = ones.tril(stop - length)
-        width = blocks_for(stop, self.cache.block_size)
-        return Chunk(start, length, stop, self.block_table[row : row + 1, :width], mask)
 
 
 @dataclass
@@ -95,6 +92,92 @@ class Chunk:
     block_table: Tensor  # [1, W]
     mask: Tensor | None  # [length, stop] bool, None: causal from 0
 
+    @classmethod
+    def of(
+        cls, cache: KVCache, block_table: Tensor, start: int, length: int, stop: int
+    ) -> Chunk:
+        """A chunk with the part of its request's block table, `[1, M]`, it needs."""
+        mask = None
+        if stop > length:  # a later chunk of a prompt: all that came before is visible
+            device = block_table.device
+            ones = torch.ones(length, stop, dtype=torch.bool, device=device)
+            mask = ones.tril(stop - length)
+        width = blocks_for(stop, cache.block_size)
+        return cls(start, length, stop, block_table[:, :width], mask)
+
+
+@dataclass
+class PagedRows:
+    """A batch as a GPU reads it: rows of one query token, and some long chunks.
+
+    Which cache cells a row sees is only said by arrays on the device. A batch without
+    chunks therefore runs the same kernels with the same arguments whatever its lengths,
+    and fits into a CUDA graph.
+    """
+
+    cache: KVCache
+    slot_mapping: Tensor  # [T] int64
+    seq_lens: Tensor  # [T] int32, 0: this token is part of a chunk, or padding
+    block_table: Tensor  # [T, M] int32
+    rows_are_requests: bool = True  # False: several rows may be of one prompt
+    chunks: tuple[Chunk, ...] = ()
+
+    @classmethod
+    def of_mixed(
+        cls,
+        cache: KVCache,
+        shape: BatchShape,
+        slot_mapping: Tensor,  # [T] int64
+        positions: Tensor,  # [T] int32
+        query_start_loc: Tensor,  # [R + 1] int32
+        block_table: Tensor,  # [R, M] int32
+    ) -> PagedRows:
+        """A batch with prompts: short pieces of them become rows, too.
+
+        No array is made from numbers of the host: such a copy would hold the host up
+        until the GPU has finished the batch before.
+        """
+        assert shape.query_lens is not None
+        assert shape.seq_lens is not None
+        tokens = torch.arange(shape.num_tokens, device=positions.device)
+        rows = torch.searchsorted(query_start_loc[1:], tokens, right=True)
+        is_long = query_start_loc.diff()[rows] >= _MIN_CHUNK
+        starts = accumulate(shape.query_lens, initial=0)
+        chunks = [
+            Chunk.of(cache, block_table[row : row + 1], start, length, stop)
+            for row, (start, length, stop) in enumerate(
+                zip(starts, shape.query_lens, shape.seq_lens, strict=False)
+            )
+            if length >= _MIN_CHUNK
+        ]
+        return cls(
+            cache,
+            slot_mapping,
+            torch.where(is_long, 0, positions + 1),
+            block_table.index_select(0, rows),
+            rows_are_requests=False,
+            chunks=tuple(chunks),
+        )
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """Write K and V of all tokens, and compute those that are rows."""
+        run = attend_rows_op if torch.compiler.is_compiling() else attend_rows
+        out: Tensor = run(
+            query,
+            key,
+            value,
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            self.slot_mapping,
+            self.seq_lens,
+            self.block_table,
+            scale,
+            self.rows_are_requests,
+        )
+        return out
+
 
 def paged_attention(
     module: nn.Module,
@@ -105,27 +188,20 @@ def paged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    paged: PagedBatch,
+    paged: PagedBatch | PagedRows,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [1, T, Hq, D]
     """Write the batch's K,V into the cache, then attend through the block table."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    cache = paged.cache
-    cache.write(
-        layer, key[0].transpose(0, 1), value[0].transpose(0, 1), paged.slot_mapping
-    )
-    flat = query[0].transpose(0, 1)  # [T, Hq, D]
-    out = torch.empty_like(flat)
-    if (group := paged.decodes) is not None:
-        keys, values = cache.gather(layer, group.block_table)
-        rows = flat if group.tokens is None else flat[group.tokens]
-        result = _decode(rows, keys, values, group.mask, scaling)
-        if group.tokens is None:
-            out = result
-        else:
-            out[group.tokens] = result
+    flat, keys, values = (t[0].transpose(0, 1) for t in (query, key, value))
+    if isinstance(paged, PagedRows):
+        scale = flat.shape[-1] ** -0.5 if scaling is None else scaling
+        out = paged.attend(layer, flat, keys, values, scale)
+    else:
+        paged.cache.write(layer, keys, values, paged.slot_mapping)
+        out = _attend_decodes(layer, flat, paged, scaling)
     for chunk in paged.chunks:
-        keys, values = cache.gather(layer, chunk.block_table)
+        keys, values = paged.cache.gather(layer, chunk.block_table)
         stop = chunk.start + chunk.length
         out[chunk.start : stop] = _prefill(
             flat[chunk.start : stop],
@@ -137,25 +213,20 @@ def paged_attention(
     return out.unsqueeze(0), None
 
 
-def _decode(
-    query: Tensor,  # [B, Hq, D]
-    keys: Tensor,  # [B, K, H, D]
-    values: Tensor,  # [B, K, H, D]
-    mask: Tensor,  # [B, 1, 1, K]
-    scaling: float | None,
-) -> Tensor:  # [B, Hq, D]
-    """One query token per request.
-
-    The query heads that share a KV head become the rows of one small matrix, so K and
-    V are read once and never repeated.
-    """
-    requests, heads, size = query.shape
-    kv_heads = keys.shape[2]
-    folded = query.view(requests, kv_heads, heads // kv_heads, size)
-    result = scaled_dot_product_attention(
-        folded, keys.transpose(1, 2), values.transpose(1, 2), mask, scale=scaling
-    )
-    return result.reshape(requests, heads, size)
+def _attend_decodes(
+    layer: int, flat: Tensor, paged: PagedBatch, scaling: float | None
+) -> Tensor:
+    """The rows with one query token; room for the others."""
+    group = paged.decodes
+    if group is None:
+        return torch.empty_like(flat)
+    keys, values = paged.cache.gather(layer, group.block_table)
+    if group.tokens is None:
+        return grouped_attention(flat, keys, values, group.mask, scaling)
+    out = torch.empty_like(flat)
+    rows = flat[group.tokens]
+    out[group.tokens] = grouped_attention(rows, keys, values, group.mask, scaling)
+    return out
 
 
 def _prefill(
@@ -177,6 +248,38 @@ def _prefill(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return result[0].transpose(0, 1)
+
+
+class _Borrowed:
+    """What a model was like before the first engine took it, and how many have it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.attention = model.config._attn_implementation
+        self.was_training = model.training
+        self.count = 0
+
+
+_borrowed: WeakKeyDictionary[PreTrainedModel, _Borrowed] = WeakKeyDictionary()
+
+
+def borrow(model: PreTrainedModel) -> None:
+    """Let an engine have the model: our attention, eval mode. Several may have one."""
+    register()
+    former = _borrowed.setdefault(model, _Borrowed(model))
+    former.count += 1
+    if former.count == 1:
+        model.eval()
+        model.set_attn_implementation(NAME)
+
+
+def give_back(model: PreTrainedModel) -> None:
+    """The last engine that gives a model back leaves it as the first one found it."""
+    former = _borrowed[model]
+    former.count -= 1
+    if former.count == 0:
+        del _borrowed[model]
+        model.set_attn_implementation(former.attention)
+        model.train(former.was_training)
 
 
 def register() -> None:

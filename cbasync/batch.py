@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,31 @@ class BatchShape:
     query_lens: tuple[int, ...] | None  # [R], None: one token each, decodes only
     seq_lens: tuple[int, ...] | None  # [R], None as above
     num_context: int  # tokens in the cache after this batch, over all rows
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row has one token, so that the batch may be padded."""
+        return self.query_lens is None
+
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """What else besides its size decides which kernels the batch needs."""
+        return self.needs.words
+
+    def padded(self, num_requests: int) -> BatchShape:
+        """The shape of this decode batch with rows of padding, each of them sampled."""
+        return replace(
+            self,
+            num_requests=num_requests,
+            num_tokens=num_requests,
+            num_sampled=num_requests,
+        )
+
+    @classmethod
+    def of_padding(cls, num_requests: int) -> BatchShape:
+        """The shape of a greedy decode batch in which every row is padding."""
+        sizes = (num_requests, num_requests, num_requests)
+        return cls(-1, *sizes, 1, SamplerNeeds(), None, None, num_requests)
 
     @property
     def work(self) -> Work:
@@ -105,6 +130,9 @@ class BatchBuilder:
         self.block_size = config.block_size
         self.table = table
         self.placeholder = -1 if config.debug else 0
+        self.max_num_seqs = config.max_num_seqs
+        self.padding_position = config.num_blocks * config.block_size
+        self.padding_row = config.num_rows
 
     def fill(self, io_slot: IOSlot, output: SchedulerOutput) -> BatchShape:
         """Write every array of the batch into the slot's host buffer."""
@@ -112,7 +140,7 @@ class BatchBuilder:
         columns = np.array(
             [(o.row, o.start, o.length, o.rank, o.carry) for o in output.occurrences]
         )
-        rows, starts, lengths, ranks, carries = columns.T
+        rows, starts, lengths, _, carries = columns.T
         num_requests, num_tokens = len(rows), output.num_tokens
         stops = starts + lengths
         ends = lengths.cumsum()  # query_start_loc without its leading 0
@@ -139,8 +167,10 @@ class BatchBuilder:
         max_seq_len = int(stops.max())
         self._fill_block_table(io_slot, rows, max_seq_len)
         needs = self._fill_sampling(
-            io_slot, output, rows, ends, ranks, row_of_token, positions
+            io_slot, output, columns, ends, row_of_token, positions
         )
+        if not is_mixed:
+            self.pad(io_slot, num_requests, output.num_sampled)
         return BatchShape(
             batch=output.batch,
             num_requests=num_requests,
@@ -153,6 +183,24 @@ class BatchBuilder:
             num_context=int(stops.sum()),
         )
 
+    def pad(self, io_slot: IOSlot, num_requests: int, num_sampled: int) -> None:
+        """Make every row behind these a harmless one, for a batch that is padded.
+
+        It writes to the padding block, sees nothing, carries nothing, and its token
+        goes to a row that no request has.
+        """
+        host = io_slot.host
+        tokens = slice(num_requests, self.max_num_seqs)
+        host["input_ids"][tokens] = 0
+        host["carry_over"][tokens] = -1
+        host["positions"][tokens] = 0
+        host["slot_mapping"][tokens] = self.padding_position
+        host["seq_lens"][tokens] = 0
+        sampled = slice(num_sampled, self.max_num_seqs)
+        host["logits_indices"][sampled] = 0
+        host["token_rows"][sampled] = self.padding_row
+        self.table.sampling.pad(host, tokens, sampled)
+
     def _fill_block_table(self, io_slot: IOSlot, rows: Ints, max_seq_len: int) -> None:
         width = blocks_for(max_seq_len, self.block_size)
         io_slot.host["block_table"][: len(rows), :width] = self.table.block_table[
@@ -163,17 +211,17 @@ class BatchBuilder:
         self,
         io_slot: IOSlot,
         output: SchedulerOutput,
-        rows: Ints,
+        columns: Ints,
         ends: Ints,
-        ranks: Ints,
         row_of_token: Ints,
         positions: Ints,
     ) -> SamplerNeeds:
         """Arrays of the sampled rows, in the order of their ranks."""
         host, table = io_slot.host, self.table
+        rows, starts, _, ranks, _ = columns.T
         host["logits_indices"][: output.num_sampled] = ends[ranks >= 0] - 1
         sampled = [o for o in output.occurrences if o.rank >= 0]
-        needs = table.sampling.fill(host, rows, sampled)
+        needs = table.sampling.fill(host, rows, starts, sampled)
         if needs.history:
             table.sampling.fill_history(host, row_of_token, positions)
         if needs.prompt_logprobs >= 0:

@@ -101,4 +101,5 @@ def make_carry_over(config: EngineConfig, device: Device) -> CarryOver:
     """The family that the config names."""
     if config.carry_over == "slot":
         return SlotCarryOver()
-    return RowCarryOver(device, config.num_rows)
+    # One row more than requests can have: the tokens of padding rows go there.
+    return RowCarryOver(device, config.num_rows + 1)

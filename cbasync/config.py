@@ -40,7 +40,7 @@ class EngineConfig:
     max_num_seqs: int = 32  # most requests in one batch
     max_num_batched_tokens: int = 512  # most tokens in one batch
     block_size: int = 16  # tokens per block of the KV cache
-    num_blocks: int = 1024  # blocks in the KV cache
+    num_blocks: int = 1024  # blocks in the KV cache; 0: as many as fit into memory
     max_model_len: int = 2048  # most tokens of one request, prompt and output
     depth: int = 1  # batches the host runs ahead, 0 .. 3
     carry_over: CarryOverFamily = "slot"
@@ -48,6 +48,10 @@ class EngineConfig:
     max_logprobs: int = 20  # most alternatives a request may ask for
     max_logit_bias: int = 32  # most biased tokens of one request
     debug: bool = False  # placeholder -1, checked on the device; poisoned blocks
+    cuda_graphs: bool = True  # on a GPU: replay decode batches as one graph each
+    warm_up: tuple[int, ...] | Literal["all"] = ()  # sizes made before the first batch
+    compile: bool = False  # decode batches through torch.compile: 20 s and more a size
+    merge_weights: bool = False  # q,k,v and gate,up as one matrix each, where exact
     num_slots: int = 0  # 0: depth + 1; fewer is a race, for teaching only
     ablate: frozenset[str] = frozenset()  # edges to drop, for teaching only
 
@@ -56,10 +60,10 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "block_size",
-            "num_blocks",
             "max_model_len",
         ):
             _at_least(name, getattr(self, name), 1)
+        _at_least("num_blocks", self.num_blocks, 0)
         _at_least("depth", self.depth, 0)
         _at_least("max_logprobs", self.max_logprobs, 0)
         _at_least("max_logit_bias", self.max_logit_bias, 1)
@@ -99,6 +103,11 @@ class EngineConfig:
         A leased row is as bad as none, so there are enough for every batch in flight.
         """
         return self.max_num_seqs * (self.depth + 1)
+
+    @property
+    def max_batch_requests(self) -> int:
+        """Rows of the largest decode batch."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def max_blocks_per_request(self) -> int:

@@ -17,10 +17,12 @@ from cbasync.batch import BatchBuilder, BatchShape, RequestTable
 from cbasync.carry_over import make_carry_over
 from cbasync.config import EngineConfig
 from cbasync.devices import Access, Device, Resource, make_device
+from cbasync.graphs import buckets
 from cbasync.intake import Intake
 from cbasync.io_slot import IOSlot, SlotLayout
 from cbasync.logprobs import book_logprobs
 from cbasync.metrics import RunCounters, RunMetrics
+from cbasync.policy import Policy
 from cbasync.request import Request, RequestStatus
 from cbasync.runner import Runner
 from cbasync.scheduler import Scheduler, SchedulerOutput
@@ -53,16 +55,17 @@ class Engine:
         config: EngineConfig | None = None,
         device: Device | None = None,
         scheduler: Scheduler | None = None,
+        policy: str | Policy = "first-come",
     ) -> None:
-        self.config = config = config or EngineConfig()
+        self.device = device or make_device()
+        self.config = config = runner.sized(config or EngineConfig(), self.device)
         if config.max_model_len > runner.max_positions:
             raise ValueError(
                 f"max_model_len is {config.max_model_len}, the model has "
                 f"{runner.max_positions} positions: lower max_model_len"
             )
-        self.device = device or make_device()
         self.runner = runner
-        self.scheduler = scheduler or Scheduler(config)
+        self.scheduler = scheduler or Scheduler(config, policy)
         self.requests: dict[str, Request] = {}
         self.error: BaseException | None = None
         self.is_closed = False
@@ -71,7 +74,11 @@ class Engine:
         self.intake = Intake(config, runner.vocab_size)
         self.counters = RunCounters(config, self.device.now_us())
         self._arrivals = count()
-        runner.prepare(config, self.device)  # the most likely to fail: before streams
+        try:  # the most likely to fail, so before any stream is made
+            runner.prepare(config, self.device)
+        except BaseException:
+            runner.close()
+            raise
 
         layout = SlotLayout.of(config)
         self.io_slots = [
@@ -85,8 +92,25 @@ class Engine:
         self.table = RequestTable(config)
         self.builder = BatchBuilder(config, self.table)
         self._previous: IOSlot | None = None
+        if config.warm_up:
+            self._warm_up()
         if not config.is_safe:
             self._drop_edges()
+
+    def _warm_up(self) -> None:
+        """Run batches of padding before the first real one, and do not log them."""
+        named = self.config.warm_up
+        sizes = buckets(self.config.max_batch_requests) if named == "all" else named
+        for io_slot in self.io_slots:
+            self.builder.pad(io_slot, 0, 0)
+            io_slot.copy_inputs(0)
+        self.device.synchronize()
+        self.compute_streams[0].launch(
+            lambda: self.runner.warm_up(self.io_slots, self.carry_over, sizes),
+            Access("compute"),
+        )
+        self.device.synchronize()
+        self.timeline.clear()
 
     def _drop_edges(self) -> None:
         """Take edges away, loudly: for teaching and for tests of the detector."""

@@ -20,7 +20,6 @@ from cbasync.models import LoadedModel, load_model
 from cbasync.policy import Policy
 from cbasync.request import Request, RequestOutput
 from cbasync.sampling import SamplingParams
-from cbasync.scheduler import Scheduler
 from cbasync.supported import check_supported
 from cbasync.text import Transcript
 from cbasync.timeline import Timeline
@@ -75,8 +74,7 @@ class LLM:
         config = config or EngineConfig(
             max_model_len=min(runner.max_positions, _DEFAULT_MAX_MODEL_LEN)
         )
-        scheduler = Scheduler(config, policy)
-        self.engine = ENGINES[mode](runner, config, owned, scheduler)
+        self.engine = ENGINES[mode](runner, config, owned, policy=policy)
         self._turn = threading.Lock()
         self._transcripts: dict[str, Transcript] = {}
 

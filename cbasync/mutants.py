@@ -22,7 +22,7 @@ from cbasync.devices.virtual import Order
 from cbasync.engine import AsyncEngine, Engine
 from cbasync.io_slot import SlotLayout
 from cbasync.model_runner import ModelRunner
-from cbasync.models import tiny_model
+from cbasync.random_models import tiny_model
 from cbasync.sampling import SamplingParams
 
 Build = Callable[[EngineConfig, Device], AsyncEngine]

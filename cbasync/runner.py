@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -20,8 +21,16 @@ class Runner(Protocol):
     vocab_size: int
     max_positions: int
 
+    def sized(self, config: EngineConfig, device: Device) -> EngineConfig:
+        """The config with a number of blocks, if it leaves that to the memory."""
+
     def prepare(self, config: EngineConfig, device: Device) -> None:
         """Allocate what the config asks for; called once, before the first batch."""
+
+    def warm_up(
+        self, io_slots: Sequence[IOSlot], carry_over: CarryOver, sizes: Sequence[int]
+    ) -> None:
+        """Make what batches of these sizes need, ahead of time; slots hold padding."""
 
     def compute(
         self,
@@ -58,8 +67,17 @@ class ScriptedRunner:
     def _next(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         return (token * 7 + position + 1) % self.vocab_size
 
+    def sized(self, config: EngineConfig, device: Device) -> EngineConfig:
+        """A block without a cache takes no memory: the default number of them."""
+        return config if config.num_blocks else replace(config, num_blocks=1024)
+
     def prepare(self, config: EngineConfig, device: Device) -> None:
         """Nothing to allocate."""
+
+    def warm_up(
+        self, io_slots: Sequence[IOSlot], carry_over: CarryOver, sizes: Sequence[int]
+    ) -> None:
+        """Nothing to make."""
 
     def compute(
         self,

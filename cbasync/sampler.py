@@ -27,6 +27,23 @@ class SamplerNeeds(NamedTuple):
     prompt_logprobs: int = -1  # the same for the tokens of prompts
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """The same in words, for a log.
+
+        >>> SamplerNeeds(is_random=True, num_logprobs=3).words
+        ('random', 'logprobs 3')
+        """
+        named = {
+            "random": self.is_random,
+            "filters": self.filters,
+            "history": self.history,
+            "bias": self.bias,
+            f"logprobs {self.num_logprobs}": self.num_logprobs >= 0,
+            f"prompt logprobs {self.prompt_logprobs}": self.prompt_logprobs >= 0,
+        }
+        return tuple(word for word, is_so in named.items() if is_so) or ("greedy",)
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the largest logit is all that is asked for."""
         return self == SamplerNeeds()

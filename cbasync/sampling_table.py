@@ -20,6 +20,8 @@ Host = Mapping[str, npt.NDArray[np.int32]]
 RANDOM, FILTERS, HISTORY, BIAS, MIN_TOKENS, LOGPROBS = 1, 2, 4, 8, 16, 32
 
 _GREEDY = SamplerNeeds()
+# Temperature, top-p, min-p and penalties that change nothing.
+_NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 
 
 class SamplingTable:
@@ -69,6 +71,7 @@ class SamplingTable:
         self,
         host: Host,
         rows: Ints,  # [R]
+        starts: Ints,  # [R]   first position computed of each
         sampled: Sequence[Occurrence],  # in the order of their ranks
     ) -> SamplerNeeds:
         """Write the arrays of the sampled rows; say what the batch needs."""
@@ -91,8 +94,22 @@ class SamplingTable:
             history=bool(flags & HISTORY),
             bias=bias,
             num_logprobs=int(self.num_logprobs[sampled_rows].max(initial=-1)),
-            prompt_logprobs=int(self.prompt_logprobs[rows].max()),
+            prompt_logprobs=self._prompt_logprobs(rows, starts),
         )
+
+    def _prompt_logprobs(self, rows: Ints, starts: Ints) -> int:
+        """Most alternatives asked for by a request whose prompt is being read."""
+        reads = starts < self.num_prompt_tokens[rows]
+        return int(self.prompt_logprobs[rows[reads]].max(initial=-1))
+
+    def pad(self, host: Host, tokens: slice, sampled: slice) -> None:
+        """Make rows of padding greedy ones that change nobody's history."""
+        host["history_rows"][tokens] = 2 * self.num_rows
+        host["sampling"][sampled] = _NEUTRAL
+        host["top_k"][sampled] = 0
+        host["seeds"][sampled] = 0
+        host["bias_ids"][sampled] = 0
+        host["bias_values"][sampled] = 0
 
     def fill_history(
         self,

@@ -147,13 +147,13 @@ def from_chrome_trace(trace: dict[str, Any]) -> tuple[str, list[Span]]:
     >>> from_chrome_trace({"traceEvents": []})
     Traceback (most recent call last):
     ...
-    ValueError: the trace has no 'cbasync' key, only traces written by cbasync can be \
-read: save it with Timeline.save
+    ValueError: the trace has no 'cbasync' key, only traces written by cbasync come back \
+exactly: read any other with cbasync.foreign_trace.load_timeline
     """
     if not isinstance(trace, dict) or "cbasync" not in trace:
         raise ValueError(
-            "the trace has no 'cbasync' key, only traces written by cbasync can be "
-            "read: save it with Timeline.save"
+            "the trace has no 'cbasync' key, only traces written by cbasync come back "
+            "exactly: read any other with cbasync.foreign_trace.load_timeline"
         )
     try:
         events = [event for event in trace["traceEvents"] if event["ph"] == "X"]

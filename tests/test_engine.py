@@ -17,7 +17,7 @@ from cbasync.config import EngineConfig
 from cbasync.devices import StreamError, ThreadsDevice
 from cbasync.engine import AsyncEngine, Engine
 from cbasync.model_runner import ModelRunner
-from cbasync.models import tiny_model
+from cbasync.random_models import tiny_model
 from cbasync.runner import ScriptedRunner
 from cbasync.sampling import SamplingParams
 from cbasync.scheduler import Scheduler, SchedulerOutput

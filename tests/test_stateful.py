@@ -22,9 +22,9 @@ from cbasync.devices.races import RaceDetector
 from cbasync.engine import AsyncEngine, Engine, SyncEngine
 from cbasync.kv_cache import blocks_for
 from cbasync.model_runner import ModelRunner
-from cbasync.models import tiny_model
 from cbasync.mutants import EVEN_COSTS
 from cbasync.policy import POLICIES
+from cbasync.random_models import tiny_model
 from cbasync.request import Request
 from cbasync.sampling import SamplingParams
 from cbasync.scheduler import Scheduler

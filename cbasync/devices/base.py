@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 from cbasync.devices.access import Access, Observer
 from cbasync.timeline import Span, Timeline
 from cbasync.trace import NO_WORK, Work
+
+Mark = Callable[[Access], AbstractContextManager[object]]
+"""What encloses the work of a phase while a profiler looks on."""
 
 
 class StreamError(RuntimeError):
@@ -64,7 +67,10 @@ class Stream(ABC):
         """Put an op in the queue and return at once."""
         for observer in self.device.observers:
             observer.on_launch(self.name, access)
-        self._launch(op, access)
+        if (mark := self.device.mark) is not None:
+            self._launch(_marked(op, mark, access), access)
+        else:
+            self._launch(op, access)
 
     def record(self, event: Event) -> None:
         """Mark this point of the queue with the event."""
@@ -94,6 +100,16 @@ class Stream(ABC):
         return f"{type(self).__name__}({self.name})"
 
 
+def _marked(op: Callable[[], None], mark: Mark, access: Access) -> Callable[[], None]:
+    """The op inside its mark, on whichever thread it runs."""
+
+    def run() -> None:
+        with mark(access):
+            op()
+
+    return run
+
+
 @dataclass(slots=True)
 class HostPhase:
     """Host work under way; what it finds out about its batch is filled in meanwhile."""
@@ -114,6 +130,7 @@ class Device(ABC):
     def __init__(self) -> None:
         self.ablate: frozenset[str] = frozenset()
         self.observers: list[Observer] = []
+        self.mark: Mark | None = None
         self._timeline = Timeline()
 
     @property
@@ -156,7 +173,8 @@ class Device(ABC):
         self._begin_host(access)
         phase = HostPhase(access.batch, access.work)
         start_us = self.now_us()
-        yield phase
+        with self.mark(access) if self.mark is not None else nullcontext():
+            yield phase
         self._end_host(access, phase)
         self._timeline.add(
             Span(

@@ -14,7 +14,8 @@ from cbasync.devices.base import Device, Event, Stream
 from cbasync.timeline import Span, Timeline
 
 _MAX_DRAWS = 64  # PyTorch hands streams out from a pool of 32 a priority, in turn
-_MAX_TIMED = 4096  # pairs of timing events that may wait to be read
+_MIN_TIMED = 16  # pairs of timing events that wait before the oldest is read
+_ANCHOR_MS = 500.0  # farther from its anchor a float32 time loses its microseconds
 
 
 class CudaEvent(Event):
@@ -51,8 +52,8 @@ class CudaStream(Stream):
             op()
             end.record(self.raw)
         device.timed.append((access, start, end))
-        if len(device.timed) > _MAX_TIMED:
-            device.read_timers()
+        if len(device.timed) > _MIN_TIMED:
+            device.read_timers(at_most=2)
 
     def _record(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
@@ -66,11 +67,22 @@ class CudaStream(Stream):
 class CudaDevice(Device):
     """One GPU: streams with distinct handles, pinned host memory, timing by events.
 
-    Spans are read back only when somebody asks for the timeline or when many have
-    gathered, so that the loop itself never waits for a clock.
+    Spans are read back a few at a time, and only when they are long over, so that the
+    loop itself never waits for a clock.
+
+    Two options show what the machine does without its means: `one_stream` puts all ops
+    on the default stream, `pinned=False` takes host memory that copies cannot read by
+    themselves.
     """
 
-    def __init__(self, *, index: int = 0, record_timeline: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        index: int = 0,
+        record_timeline: bool = True,
+        one_stream: bool = False,
+        pinned: bool = True,
+    ) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError(
                 "device is 'cuda', this machine or this build of torch has none: "
@@ -79,15 +91,18 @@ class CudaDevice(Device):
         super().__init__()
         self.torch_device = torch.device("cuda", index)
         self.record_timeline = record_timeline
+        self.one_stream = one_stream
+        self.pinned = pinned
         self.timed: deque[tuple[Access, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._spare_timers: list[torch.cuda.Event] = []
         self._handles: set[int] = set()
         self._streams: list[CudaStream] = []
         # One moment on both clocks: host time 0 is where this event was passed.
-        self._zero = torch.cuda.Event(enable_timing=True)
+        self._anchor = torch.cuda.Event(enable_timing=True)
+        self._anchor_us = 0.0
         torch.cuda.synchronize(self.torch_device)
-        self._zero.record(torch.cuda.current_stream(self.torch_device))
-        self._zero.synchronize()
+        self._anchor.record(torch.cuda.current_stream(self.torch_device))
+        self._anchor.synchronize()
         self._epoch = time.perf_counter()
 
     @property
@@ -96,6 +111,8 @@ class CudaDevice(Device):
         return self._timeline
 
     def stream(self, name: str) -> CudaStream:
+        if self.one_stream:
+            return CudaStream(self, name, torch.cuda.default_stream(self.torch_device))
         for _ in range(_MAX_DRAWS):
             raw = torch.cuda.Stream(self.torch_device)
             if raw.cuda_stream not in self._handles:
@@ -115,11 +132,14 @@ class CudaDevice(Device):
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=dtype, pin_memory=True)
+            return torch.zeros(shape, dtype=dtype, pin_memory=self.pinned)
 
     def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+            buffer = torch.zeros(shape, dtype=dtype, device=self.torch_device)
+        # The zeros are written on the default stream, which orders none of ours.
+        torch.cuda.current_stream(self.torch_device).synchronize()
+        return buffer
 
     def now_us(self) -> float:
         return (time.perf_counter() - self._epoch) * 1e6
@@ -141,12 +161,12 @@ class CudaDevice(Device):
             return self._spare_timers.pop()
         return torch.cuda.Event(enable_timing=True)
 
-    def read_timers(self) -> None:
-        """Turn finished pairs of timing events into spans."""
-        while self.timed and self.timed[0][2].query():
+    def read_timers(self, at_most: int | None = None) -> None:
+        """Turn finished pairs of timing events into spans, the oldest first."""
+        while self.timed and at_most != 0 and self.timed[0][2].query():
             access, start, end = self.timed.popleft()
-            begin_us = self._zero.elapsed_time(start) * 1e3
-            end_us = begin_us + start.elapsed_time(end) * 1e3
+            begin_us = self._anchor_us + self._anchor.elapsed_time(start) * 1e3
+            length_ms = start.elapsed_time(end)
             self._timeline.add(
                 Span(
                     access.phase,
@@ -154,8 +174,14 @@ class CudaDevice(Device):
                     access.batch,
                     access.slot,
                     begin_us,
-                    end_us,
+                    begin_us + length_ms * 1e3,
                     access.work,
                 )
             )
-            self._spare_timers += (start, end)
+            self._spare_timers.append(end)
+            if begin_us - self._anchor_us > _ANCHOR_MS * 1e3:
+                start, self._anchor = self._anchor, start
+                self._anchor_us = begin_us
+            self._spare_timers.append(start)
+            if at_most is not None:
+                at_most -= 1
