@@ -171,8 +171,10 @@ class ModelRunner:
         seq_lens = inputs["seq_lens"][: shape.num_requests]
         block_table = inputs["block_table"][: shape.num_requests]
         by_rows = input_ids.is_cuda or self._compiled is not None
-        if by_rows and shape.is_decode and logits_indices is not None:
-            forward = self._compiled or self._decode_logits
+        if by_rows and shape.is_decode:
+            # Prompts of one token that ask for log-probabilities are too few to compile.
+            compiled = None if logits_indices is None else self._compiled
+            forward = compiled or self._decode_logits
             # Every size is compiled for itself; the default limit is a few of them.
             with torch._dynamo.config.patch(recompile_limit=_MAX_COMPILED_SIZES):
                 return forward(
@@ -199,7 +201,7 @@ class ModelRunner:
         self,
         input_ids: torch.Tensor,  # [R] int64
         positions: torch.Tensor,  # [R] int64
-        logits_indices: torch.Tensor,  # [S] int64
+        logits_indices: torch.Tensor | None,  # [S] int64, None: every place
         slot_mapping: torch.Tensor,  # [R] int64
         seq_lens: torch.Tensor,  # [R] int32
         block_table: torch.Tensor,  # [R, M] int32

@@ -574,18 +574,23 @@ def test_aborting_the_one_that_waits_for_room_lets_the_others_in(trial: Trial) -
     assert result.requests[1].output_token_ids == []
 
 
-@pytest.mark.parametrize(("length", "max_tokens", "evicted"), [(12, 13, 1), (22, 3, 0)])
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "budget", "evicted"),
+    [(12, 13, 4, 1), (22, 3, 4, 0), (21, 4, 8, 0)],
+)
 def test_two_long_ones_and_five_short_ones(
-    trial: Trial, length: int, max_tokens: int, evicted: int
+    trial: Trial, length: int, max_tokens: int, budget: int, evicted: int
 ) -> None:
-    """Each long one needs 60 % of the pool in the end, the budget is one block.
+    """Each long one needs 60 % of the pool in the end, and the budget is small.
 
     A long prompt enters when there is room for all of it: it is not evicted while it
     is still being read.
     """
     jobs = [job(up(length), max_tokens), job(down(length), max_tokens)]
     jobs += [job((i,), 3, arrival=2) for i in range(5)]
-    result = trial.play(jobs, num_blocks=10, max_num_batched_tokens=4, max_num_seqs=7)
+    result = trial.play(
+        jobs, num_blocks=10, max_num_batched_tokens=budget, max_num_seqs=5
+    )
     evictions = [request.num_preemptions for request in result.requests]
     assert evicted <= max(evictions) <= 3 * evicted
 

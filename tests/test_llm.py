@@ -463,6 +463,25 @@ def test_a_failure_reaches_every_thread_with_its_cause(
     assert [type(cause) for cause in causes] == [OSError, OSError]
 
 
+def test_a_failure_in_another_threads_turn_reaches_who_waits(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of them was stepping the engine when it failed."""
+    stream = llm.stream("hello", EIGHT)
+
+    def fail(waiting_for: object) -> int:
+        llm.engine.fail(OSError("planted"))
+        return 0
+
+    monkeypatch.setattr(llm, "_step", fail)
+    with pytest.raises(RuntimeError, match="the engine failed") as caught:
+        llm.generate("hello", EIGHT)
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(RuntimeError, match="the engine failed") as caught:
+        list(stream)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
 # ------------------------------------------------------------------ chat
 
 
@@ -490,6 +509,8 @@ def test_without_a_tokenizer_only_token_ids_go(loaded: LoadedModel, llm: LLM) ->
         assert (output.token_ids, output.text) == (expected, "")
         with pytest.raises(ValueError, match="no tokenizer, text prompts need one"):
             other.generate("hello", EIGHT)
+        with pytest.raises(ValueError, match="no tokenizer, stop texts need one"):
+            other.generate([list(b"hello")], replace(EIGHT, stop="x"))
         with pytest.raises(ValueError, match="no tokenizer, chat need one"):
             other.chat([{"role": "user", "content": "hello"}])
         with pytest.raises(ValueError, match="no tokenizer, streams need one"):

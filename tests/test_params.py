@@ -13,7 +13,7 @@ import torch
 from cbasync.config import EngineConfig
 from cbasync.devices import ThreadsDevice
 from cbasync.engine import SyncEngine
-from cbasync.request import check_prompt
+from cbasync.request import Request, check_prompt
 from cbasync.runner import ScriptedRunner
 from cbasync.sampling import MAX_SEED, SamplingParams
 
@@ -156,7 +156,40 @@ def test_what_a_request_needs_of_the_sampler(
     assert params.needs_every_position == every_position
 
 
+def test_a_request_shows_how_far_it_is() -> None:
+    request = Request("a", [1, 2], SamplingParams(max_tokens=5))
+    request.output_token_ids.append(3)
+    assert repr(request) == "Request(a, waiting, 2 prompt + 1 of 5 tokens)"
+    assert request._repr_html_().endswith('<progress max="5" value="1"></progress>')
+
+
 # ------------------------------------------------------------------ the engine's limits
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        *[
+            ({name: 0}, f"{name} is 0, at least 1 is needed: give a positive number")
+            for name in (
+                "max_num_seqs",
+                "max_num_batched_tokens",
+                "block_size",
+                "max_model_len",
+                "max_logit_bias",
+            )
+        ],
+        ({"max_logprobs": -1}, "max_logprobs is -1, at least 0 is needed"),
+        ({"num_blocks": 1.5}, "num_blocks is 1.5, a whole number is needed: give an"),
+        ({"depth": True}, "depth is True, a whole number is needed"),
+        ({"depth": 4}, "depth is 4, at most 3 is supported: .* use 1 or 2"),
+        ({"carry_over": "ring"}, "carry_over is 'ring', the families are 'slot' and"),
+        ({"ablate": {"luck"}}, "ablate names 'luck', the edges are h2d_done"),
+    ],
+)
+def test_a_bad_config_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**values)
 
 
 @pytest.fixture

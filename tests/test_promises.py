@@ -136,6 +136,21 @@ def test_the_budget_is_shared_by_those_who_run_and_those_who_enter() -> None:
     assert parts(next_batch(s)) == {"a": (5, 1), "b": (8, 1), "c": (0, 2)}
 
 
+def test_who_runs_has_no_part_in_a_batch_when_the_budget_is_used_up() -> None:
+    """An urgent prompt goes first and takes it all; the other one sits out."""
+    config = EngineConfig(max_num_batched_tokens=4, block_size=4, num_blocks=16)
+    s = Scheduler(config, "priority")
+    patient = request("patient", 1)
+    urgent = request("urgent", 12, arrival=1)
+    urgent.priority = -1
+    s.add(patient)
+    next_batch(s)
+    s.add(urgent)
+    assert parts(next_batch(s)) == {"patient": (1, 1), "urgent": (0, 3)}
+    assert parts(next_batch(s)) == {"urgent": (3, 4)}
+    assert (patient.last_batch, patient.num_computed_tokens) == (1, 2)
+
+
 def test_rows_run_out_only_when_every_batch_in_flight_holds_some() -> None:
     s = scheduler(max_num_seqs=1, depth=1)
     outputs = []

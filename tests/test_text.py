@@ -149,6 +149,17 @@ def test_what_ends_in_the_middle_of_a_character_shows_it(
     assert transcript.text == "az\N{REPLACEMENT CHARACTER}"
 
 
+def test_special_tokens_are_no_text() -> None:
+    loaded = load_model("random-tiny")
+    assert loaded.tokenizer is not None
+    loaded.tokenizer.add_special_tokens({"eos_token": "<end>"})
+    transcript = Transcript(loaded.tokenizer, [])
+    for token in (*b"ab", loaded.tokenizer.eos_token_id):
+        transcript.push(token)
+    transcript.close()
+    assert transcript.text == "ab"
+
+
 def test_closing_after_a_stop_shows_nothing_more(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -202,7 +203,9 @@ def run_tests(file: str, tree: ast.Module) -> int:
     import pytest
 
     sys.meta_path.insert(0, _Planted(file, tree))
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-k", CHOSEN]
+    # Without what only makes failures readable, or collects garbage once more.
+    spare = ["--assert=plain", "-p", "no:cacheprovider", "-p", "no:unraisableexception"]
+    options = ["-x", "-q", "-W", "ignore", *spare, "-k", CHOSEN]
     tests = [f"tests/test_{name}.py" for name in TESTS[file]]
     return int(pytest.main([*options, file, *dict.fromkeys(tests)]))
 
@@ -245,14 +248,20 @@ def survivors(todo: list[Mutant], jobs: int, limit_s: float) -> list[Mutant]:
 
 
 def preload() -> None:
-    """Load what every child needs, and nothing of the package."""
+    """Load all that the children need but the package itself, which they read anew."""
     import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
     import torch
-    import transformers
-    from transformers import LlamaForCausalLM  # noqa: F401
 
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
+    for name in ("cbasync.llm", "tests.oracle", "cbasync.mutants"):
+        importlib.import_module(name)
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("cbasync", "tests"):
+            del sys.modules[name]
+    # A collection in a child would copy every page that it shares with this process.
+    gc.disable()
+    gc.freeze()
 
 
 def main() -> int:
