@@ -189,6 +189,8 @@ class BatchBuilder:
         It writes to the padding block, sees nothing, carries nothing, and its token
         goes to a row that no request has.
         """
+        if num_requests == num_sampled == self.max_num_seqs:
+            return
         host = io_slot.host
         tokens = slice(num_requests, self.max_num_seqs)
         host["input_ids"][tokens] = 0

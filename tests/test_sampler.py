@@ -476,3 +476,11 @@ def test_logprobs_of_half_precision_are_computed_in_float32() -> None:
     want = logits.double().log_softmax(-1)
     assert values.dtype is torch.float32
     assert torch.allclose(values[:, 0].double(), want[[0, 1], [3, 4]], atol=1e-5)
+
+
+def test_a_batch_of_plain_requests_needs_nothing() -> None:
+    nothing = SamplerNeeds()
+    assert nothing == (False, False, False, False, -1, -1)
+    assert nothing.is_greedy
+    for needs in (RANDOM, SamplerNeeds(bias=True), SamplerNeeds(num_logprobs=0)):
+        assert not needs.is_greedy
