@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 # One thread: what is measured and compared must not depend on the number of cores.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
-.PHONY: help setup demo test test-long check lab clean
+.PHONY: help setup demo test test-long coverage mutation check lab clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -52,6 +52,13 @@ test: $(READY)  ## run the tests that are not marked slow
 test-long: $(READY)  ## run all tests, with many more random workloads
 	@CBASYNC_PROFILE=long $(PYTEST) $(ARGS)
 
+coverage: $(READY)  ## run the tests and say which lines of the package none of them ran
+	@OMP_NUM_THREADS=1 $(PY) -m coverage run -m pytest -m "not slow" $(ARGS)
+	@$(PY) -m coverage report
+
+mutation: $(READY)  ## plant small mistakes in the core, one at a time: do the tests notice?
+	@OMP_NUM_THREADS=1 $(PY) tools/mutation.py $(ARGS)
+
 check: $(READY)  ## lint, formatting, types
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
@@ -62,5 +69,5 @@ lab: $(READY)  ## open JupyterLab, reachable from this machine only
 
 clean:  ## remove .venv, build products and caches
 	rm -rf $(VENV) build dist *.egg-info
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

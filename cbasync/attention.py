@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from cbasync.batch import BatchShape
 from cbasync.kv_cache import KVCache, blocks_for
@@ -247,6 +248,38 @@ def _prefill(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return result[0].transpose(0, 1)
+
+
+class _Borrowed:
+    """What a model was like before the first engine took it, and how many have it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.attention = model.config._attn_implementation
+        self.was_training = model.training
+        self.count = 0
+
+
+_borrowed: WeakKeyDictionary[PreTrainedModel, _Borrowed] = WeakKeyDictionary()
+
+
+def borrow(model: PreTrainedModel) -> None:
+    """Let an engine have the model: our attention, eval mode. Several may have one."""
+    register()
+    former = _borrowed.setdefault(model, _Borrowed(model))
+    former.count += 1
+    if former.count == 1:
+        model.eval()
+        model.set_attn_implementation(NAME)
+
+
+def give_back(model: PreTrainedModel) -> None:
+    """The last engine that gives a model back leaves it as the first one found it."""
+    former = _borrowed[model]
+    former.count -= 1
+    if former.count == 0:
+        del _borrowed[model]
+        model.set_attn_implementation(former.attention)
+        model.train(former.was_training)
 
 
 def register() -> None:

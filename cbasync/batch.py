@@ -11,6 +11,8 @@ from cbasync.config import EngineConfig
 from cbasync.io_slot import IOSlot
 from cbasync.kv_cache import blocks_for
 from cbasync.request import Request
+from cbasync.sampler import SamplerNeeds
+from cbasync.sampling_table import SamplingTable
 from cbasync.scheduler import SchedulerOutput
 from cbasync.trace import Work
 
@@ -30,7 +32,7 @@ class BatchShape:
     num_tokens: int  # T
     num_sampled: int  # S
     max_seq_len: int
-    is_greedy: bool
+    needs: SamplerNeeds
     query_lens: tuple[int, ...] | None  # [R], None: one token each, decodes only
     seq_lens: tuple[int, ...] | None  # [R], None as above
     num_context: int  # tokens in the cache after this batch, over all rows
@@ -43,7 +45,7 @@ class BatchShape:
     @property
     def variant(self) -> tuple[object, ...]:
         """What else besides its size decides which kernels the batch needs."""
-        return ("greedy" if self.is_greedy else "sampling",)
+        return self.needs.words
 
     def padded(self, num_requests: int) -> BatchShape:
         """The shape of this decode batch with rows of padding, each of them sampled."""
@@ -58,7 +60,7 @@ class BatchShape:
     def of_padding(cls, num_requests: int) -> BatchShape:
         """The shape of a greedy decode batch in which every row is padding."""
         sizes = (num_requests, num_requests, num_requests)
-        return cls(-1, *sizes, 1, True, None, None, num_requests)
+        return cls(-1, *sizes, 1, SamplerNeeds(), None, None, num_requests)
 
     @property
     def work(self) -> Work:
@@ -84,19 +86,17 @@ class RequestTable:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        rows = config.max_num_seqs * (config.depth + 1)
+        rows = config.num_rows
         # One more column: the very last token is stored although it is never an input.
         self.token_ids = np.zeros((rows, config.max_model_len + 1), np.int32)
         self.block_table = np.zeros((rows, config.max_blocks_per_request), np.int32)
-        self.temperature = np.zeros(rows, np.float32)
-        self.seeds = np.zeros(rows, np.int32)
+        self.sampling = SamplingTable(config)
 
     def enter(self, request: Request) -> None:
         """Write a request's row once, when it starts to run."""
         row = request.row
         self.token_ids[row, : request.num_tokens] = request.token_ids
-        self.temperature[row] = request.params.temperature
-        self.seeds[row] = request.params.seed
+        self.sampling.enter(request)
 
     def apply(self, output: SchedulerOutput) -> None:
         """Bring the table up to date with a scheduler's decision."""
@@ -132,7 +132,7 @@ class BatchBuilder:
         self.placeholder = -1 if config.debug else 0
         self.max_num_seqs = config.max_num_seqs
         self.padding_position = config.num_blocks * config.block_size
-        self.padding_row = config.max_num_seqs * (config.depth + 1)
+        self.padding_row = config.num_rows
 
     def fill(self, io_slot: IOSlot, output: SchedulerOutput) -> BatchShape:
         """Write every array of the batch into the slot's host buffer."""
@@ -140,7 +140,7 @@ class BatchBuilder:
         columns = np.array(
             [(o.row, o.start, o.length, o.rank, o.carry) for o in output.occurrences]
         )
-        rows, starts, lengths, ranks, carries = columns.T
+        rows, starts, lengths, _, carries = columns.T
         num_requests, num_tokens = len(rows), output.num_tokens
         stops = starts + lengths
         ends = lengths.cumsum()  # query_start_loc without its leading 0
@@ -166,7 +166,9 @@ class BatchBuilder:
         host["seq_lens"][:num_requests] = stops
         max_seq_len = int(stops.max())
         self._fill_block_table(io_slot, rows, max_seq_len)
-        is_greedy = self._fill_sampling(io_slot, rows, ends, ranks)
+        needs = self._fill_sampling(
+            io_slot, output, columns, ends, row_of_token, positions
+        )
         if not is_mixed:
             self.pad(io_slot, num_requests, output.num_sampled)
         return BatchShape(
@@ -175,7 +177,7 @@ class BatchBuilder:
             num_tokens=num_tokens,
             num_sampled=output.num_sampled,
             max_seq_len=max_seq_len,
-            is_greedy=is_greedy,
+            needs=needs,
             query_lens=tuple(lengths.tolist()) if is_mixed else None,
             seq_lens=tuple(stops.tolist()) if is_mixed else None,
             num_context=int(stops.sum()),
@@ -187,20 +189,19 @@ class BatchBuilder:
         It writes to the padding block, sees nothing, carries nothing, and its token
         goes to a row that no request has.
         """
+        if num_requests == num_sampled == self.max_num_seqs:
+            return
         host = io_slot.host
-        if num_requests < self.max_num_seqs:
-            tokens = slice(num_requests, self.max_num_seqs)
-            host["input_ids"][tokens] = 0
-            host["carry_over"][tokens] = -1
-            host["positions"][tokens] = 0
-            host["slot_mapping"][tokens] = self.padding_position
-            host["seq_lens"][tokens] = 0
-        if num_sampled < self.max_num_seqs:
-            sampled = slice(num_sampled, self.max_num_seqs)
-            host["logits_indices"][sampled] = 0
-            host["token_rows"][sampled] = self.padding_row
-            host["temperature"][sampled] = 0.0
-            host["seeds"][sampled] = 0
+        tokens = slice(num_requests, self.max_num_seqs)
+        host["input_ids"][tokens] = 0
+        host["carry_over"][tokens] = -1
+        host["positions"][tokens] = 0
+        host["slot_mapping"][tokens] = self.padding_position
+        host["seq_lens"][tokens] = 0
+        sampled = slice(num_sampled, self.max_num_seqs)
+        host["logits_indices"][sampled] = 0
+        host["token_rows"][sampled] = self.padding_row
+        self.table.sampling.pad(host, tokens, sampled)
 
     def _fill_block_table(self, io_slot: IOSlot, rows: Ints, max_seq_len: int) -> None:
         width = blocks_for(max_seq_len, self.block_size)
@@ -209,16 +210,23 @@ class BatchBuilder:
         ]
 
     def _fill_sampling(
-        self, io_slot: IOSlot, rows: Ints, ends: Ints, ranks: Ints
-    ) -> bool:
+        self,
+        io_slot: IOSlot,
+        output: SchedulerOutput,
+        columns: Ints,
+        ends: Ints,
+        row_of_token: Ints,
+        positions: Ints,
+    ) -> SamplerNeeds:
         """Arrays of the sampled rows, in the order of their ranks."""
         host, table = io_slot.host, self.table
-        is_sampled = ranks >= 0
-        rows = rows[is_sampled]
-        count = len(rows)
-        host["logits_indices"][:count] = ends[is_sampled] - 1
-        host["token_rows"][:count] = rows
-        temperature = table.temperature[rows]
-        host["temperature"][:count] = temperature
-        host["seeds"][:count] = table.seeds[rows]
-        return not temperature.any()
+        rows, starts, _, ranks, _ = columns.T
+        host["logits_indices"][: output.num_sampled] = ends[ranks >= 0] - 1
+        sampled = [o for o in output.occurrences if o.rank >= 0]
+        needs = table.sampling.fill(host, rows, starts, sampled)
+        if needs.history:
+            table.sampling.fill_history(host, row_of_token, positions)
+        if needs.prompt_logprobs >= 0:
+            targets = table.token_ids[row_of_token, positions + 1]
+            host["target_ids"][: output.num_tokens] = targets
+        return needs

@@ -33,9 +33,9 @@ from cbasync.devices import ThreadsDevice
 from cbasync.engine import AsyncEngine, Engine
 from cbasync.kv_cache import blocks_for
 from cbasync.llm import LLM
-from cbasync.model_runner import ScriptedRunner
 from cbasync.models import LoadedModel, load_model
 from cbasync.prompts import read_prompts, token_ids
+from cbasync.runner import ScriptedRunner
 from cbasync.sampling import SamplingParams
 from cbasync.timeline import HOST_PHASES
 

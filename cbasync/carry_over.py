@@ -102,4 +102,4 @@ def make_carry_over(config: EngineConfig, device: Device) -> CarryOver:
     if config.carry_over == "slot":
         return SlotCarryOver()
     # One row more than requests can have: the tokens of padding rows go there.
-    return RowCarryOver(device, config.max_num_seqs * (config.depth + 1) + 1)
+    return RowCarryOver(device, config.num_rows + 1)

@@ -44,6 +44,9 @@ class EngineConfig:
     max_model_len: int = 2048  # most tokens of one request, prompt and output
     depth: int = 1  # batches the host runs ahead, 0 .. 3
     carry_over: CarryOverFamily = "slot"
+    prefix_caching: bool = True  # share blocks of equal prompt beginnings
+    max_logprobs: int = 20  # most alternatives a request may ask for
+    max_logit_bias: int = 32  # most biased tokens of one request
     debug: bool = False  # placeholder -1, checked on the device; poisoned blocks
     cuda_graphs: bool = True  # on a GPU: replay decode batches as one graph each
     warm_up: tuple[int, ...] | Literal["all"] = ()  # sizes made before the first batch
@@ -62,6 +65,8 @@ class EngineConfig:
             _at_least(name, getattr(self, name), 1)
         _at_least("num_blocks", self.num_blocks, 0)
         _at_least("depth", self.depth, 0)
+        _at_least("max_logprobs", self.max_logprobs, 0)
+        _at_least("max_logit_bias", self.max_logit_bias, 1)
         if self.depth > MAX_DEPTH:
             raise ValueError(
                 f"depth is {self.depth}, at most {MAX_DEPTH} is supported: "
@@ -90,6 +95,14 @@ class EngineConfig:
     def default_num_slots(self) -> int:
         """Slots that let the host fill one while `depth` others are in flight."""
         return self.depth + 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows for running requests and for those that batches in flight still name.
+
+        A leased row is as bad as none, so there are enough for every batch in flight.
+        """
+        return self.max_num_seqs * (self.depth + 1)
 
     @property
     def max_batch_requests(self) -> int:

@@ -82,7 +82,7 @@ class Run:
             "steps": steps,
             "host_ms_per_step": round(host_us / steps / 1e3, 3),
             "compute_ms_per_step": round(self.timeline.gpu_busy_us / steps / 1e3, 3),
-            "discarded_tokens": sum(o.discarded_tokens for o in self.outputs),
+            "discarded_tokens": sum(o.metrics.discarded_tokens for o in self.outputs),
         }
 
 

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cbasync.batch import BatchBuilder, BatchShape, RequestTable
 from cbasync.carry_over import make_carry_over
 from cbasync.config import EngineConfig
 from cbasync.devices import Access, Device, Resource, make_device
 from cbasync.graphs import buckets
+from cbasync.intake import Intake
 from cbasync.io_slot import IOSlot, SlotLayout
-from cbasync.model_runner import Runner
-from cbasync.request import Request, check_prompt
-from cbasync.sampling import SamplingParams
+from cbasync.logprobs import book_logprobs
+from cbasync.metrics import RunCounters, RunMetrics
+from cbasync.policy import Policy
+from cbasync.request import Request, RequestStatus
+from cbasync.runner import Runner
 from cbasync.scheduler import Scheduler, SchedulerOutput
 from cbasync.timeline import Timeline
 from cbasync.trace import Work
@@ -52,6 +55,7 @@ class Engine:
         config: EngineConfig | None = None,
         device: Device | None = None,
         scheduler: Scheduler | None = None,
+        policy: str | Policy = "first-come",
     ) -> None:
         self.device = device or make_device()
         self.config = config = runner.sized(config or EngineConfig(), self.device)
@@ -61,11 +65,20 @@ class Engine:
                 f"{runner.max_positions} positions: lower max_model_len"
             )
         self.runner = runner
-        self.scheduler = scheduler or Scheduler(config)
+        self.scheduler = scheduler or Scheduler(config, policy)
         self.requests: dict[str, Request] = {}
+        self.error: BaseException | None = None
+        self.is_closed = False
+        self._is_waiting = False
         self.in_flight: deque[InFlight] = deque()
-        self._names = count()
-        runner.prepare(config, self.device)  # the most likely to fail: before streams
+        self.intake = Intake(config, runner.vocab_size)
+        self.counters = RunCounters(config, self.device.now_us())
+        self._arrivals = count()
+        try:  # the most likely to fail, so before any stream is made
+            runner.prepare(config, self.device)
+        except BaseException:
+            runner.close()
+            raise
 
         layout = SlotLayout.of(config)
         self.io_slots = [
@@ -113,57 +126,54 @@ class Engine:
     # ------------------------------------------------------------------ requests
 
     def new_request(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        eos_token_ids: Collection[int] = (),
+        self, prompt_token_ids: Sequence[int], *args: Any, **options: Any
     ) -> Request:
-        """A checked request that is not queued yet; refused if it could never run."""
-        params = params or SamplingParams()
-        prompt = check_prompt(prompt_token_ids, self.runner.vocab_size)
-        name = f"request-{next(self._names)}" if request_id is None else request_id
-        stop = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop.update(eos_token_ids)
-        request = Request(name, prompt, params, frozenset(stop))
-        self.scheduler.check_fits(request)
-        return request
+        """A checked request that is not queued yet; see `Intake.new_request`."""
+        return self.intake.new_request(prompt_token_ids, *args, **options)
 
     def submit(self, request: Request) -> None:
-        """Queue a request for the next batches."""
+        """Queue a request for the next batches; from any thread."""
+        self._check_usable()
         name = request.request_id
-        if name in self.requests:
+        # One step, so that of two threads with one name only one gets through.
+        if (other := self.requests.setdefault(name, request)) is not request:
             raise ValueError(
-                f"request_id {name!r} is in use by {self.requests[name]!r}: "
+                f"request_id {name!r} is in use by {other!r}: "
                 "choose another one, or none"
             )
-        self.requests[name] = request
+        request.arrival = next(self._arrivals)
+        request.times.submitted_us = self.device.now_us()
         self.scheduler.add(request)
+        if self.error is not None:  # failed meanwhile: nobody else would end it
+            self._end(request, self.error)
+
+    def _check_usable(self) -> None:
+        if self.is_closed or self.error is not None:
+            state = "is closed" if self.is_closed else f"has failed ({self.error!r})"
+            raise RuntimeError(f"this engine {state}: make a new one") from self.error
 
     def add_request(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        eos_token_ids: Collection[int] = (),
+        self, prompt_token_ids: Sequence[int], *args: Any, **options: Any
     ) -> Request:
         """Check a prompt and queue it: `new_request`, then `submit`."""
-        request = self.new_request(
-            prompt_token_ids, params, request_id=request_id, eos_token_ids=eos_token_ids
-        )
+        request = self.new_request(prompt_token_ids, *args, **options)
         self.submit(request)
         return request
 
     def abort(self, request_id: str) -> bool:
-        """Ask for a request's end at any moment; False if it is not there any more."""
+        """Ask for a request's end, at any moment and from any thread.
+
+        False if it is not there any more.
+        """
         request = self.requests.get(request_id)
         if request is None or request.is_finished:
             return False
         self.scheduler.abort(request)
         return True
+
+    def is_over(self, request: Request) -> bool:
+        """Whether a submitted request has ended and everything about it is booked."""
+        return self.requests.get(request.request_id) is not request
 
     @property
     def has_work(self) -> bool:
@@ -179,10 +189,55 @@ class Engine:
         while self.has_work:
             self.step()
 
+    def guarded_step(self) -> list[Request]:
+        """A step whose failure ends every request, so that nobody waits for ever.
+
+        An interrupt while the host waits for tokens leaves everything in order.
+        Anywhere else a batch may be half booked: then every request ends, and the
+        engine starts over, as good as new.
+        """
+        self._is_waiting = False
+        try:
+            return self.step()
+        except KeyboardInterrupt as cause:
+            if not self._is_waiting:
+                self._start_over(cause)
+            raise
+        except BaseException as cause:
+            self.fail(cause)
+            raise
+
+    def _start_over(self, cause: BaseException) -> None:
+        self.device.synchronize()
+        self.in_flight.clear()
+        self._end_all(cause)
+        self.scheduler.start_over()
+
+    def fail(self, cause: BaseException) -> None:
+        """End every request; the engine cannot be used any more."""
+        self.error = cause
+        self._end_all(cause)
+
+    def _end_all(self, cause: BaseException) -> None:
+        for request in list(self.requests.values()):
+            self._end(request, cause)
+
+    def _end(self, request: Request, cause: BaseException) -> None:
+        request.status, request.finish_reason = RequestStatus.FINISHED, "error"
+        request.error = cause
+        self.requests.pop(request.request_id, None)
+
     @property
     def timeline(self) -> Timeline:
         """What ran when, on every lane."""
         return self.device.timeline
+
+    @property
+    def metrics(self) -> RunMetrics:
+        """What this engine has done so far."""
+        return self.counters.metrics(
+            self.scheduler, self.timeline, self.device.now_us()
+        )
 
     # ------------------------------------------------------------------ the phases
 
@@ -195,6 +250,7 @@ class Engine:
             if output is None:
                 phase.batch = -1
             else:
+                self.counters.scheduled(output, self.device.now_us())
                 phase.work = Work(len(output.occurrences), output.num_tokens)
         return output
 
@@ -211,7 +267,10 @@ class Engine:
         io_slot.was_used = True
         shape = self._prepare(io_slot, output)
 
-        if self.config.debug and output.new_blocks:
+        logprobs = max(shape.needs.num_logprobs, shape.needs.prompt_logprobs) >= 0
+        if logprobs:
+            io_slot.need_logprobs()
+        if self.config.debug and output.fresh_blocks:
             self._poison(output)
         h2d.launch(
             lambda: io_slot.copy_inputs(shape.num_requests),
@@ -228,7 +287,7 @@ class Engine:
 
         d2h.wait(io_slot.compute_done)
         d2h.launch(
-            lambda: io_slot.copy_sampled(shape.num_sampled),
+            lambda: io_slot.copy_sampled(shape.num_sampled, logprobs=logprobs),
             io_slot.access("d2h", batch, shape.d2h_work(io_slot)),
         )
         d2h.record(io_slot.d2h_done)
@@ -238,15 +297,22 @@ class Engine:
 
     def collect(self) -> list[Request]:
         """Wait for the oldest batch in flight and book its tokens."""
-        output, shape, io_slot = self.in_flight.popleft()
+        output, shape, io_slot = self.in_flight[0]
+        self._is_waiting = True
         io_slot.d2h_done.synchronize()
+        self._is_waiting = False
+        # Only now: who interrupts the wait finds the batch where it was.
+        self.in_flight.popleft()
         access = io_slot.access("update", output.batch, shape.work)
         with self.device.host_phase(access):
-            tokens = io_slot.host_sampled[: shape.num_sampled].numpy()
+            tokens = io_slot.sampled_tokens[: shape.num_sampled]
             self.table.book(output, tokens)
-            changed = self.scheduler.update(output, tokens.tolist())
+            kept = self.scheduler.update(output, tokens.tolist())
+            self.counters.kept(kept, self.device.now_us())
+            if max(shape.needs.num_logprobs, shape.needs.prompt_logprobs) >= 0:
+                book_logprobs(io_slot.need_logprobs(), output, kept)
             self._forget_finished()
-        return changed
+        return [occurrence.request for occurrence in kept]
 
     def _prepare(self, io_slot: IOSlot, output: SchedulerOutput) -> BatchShape:
         access = io_slot.access("prepare", output.batch)
@@ -258,7 +324,7 @@ class Engine:
 
     def _poison(self, output: SchedulerOutput) -> None:
         """Debug mode: spoil the blocks that have a new owner, before it has them."""
-        blocks = [block for _, _, block in output.new_blocks]
+        blocks = output.fresh_blocks
         self.poison_stream.launch(
             lambda: self.runner.poison(blocks),
             Access("h2d", output.batch, -1, tuple, lambda: block_names(blocks)),
@@ -266,6 +332,7 @@ class Engine:
 
     def _forget_finished(self) -> None:
         for request in self.scheduler.take_finished():
+            self.counters.finished(request, self.device.now_us())
             del self.requests[request.request_id]
 
     def _compute_access(
@@ -299,8 +366,12 @@ class Engine:
 
     def close(self) -> None:
         """Wait for what is in flight, then give streams and model back."""
+        if self.is_closed:
+            return
+        self.is_closed = True
         try:
-            self.device.synchronize()
+            if self.error is None:
+                self.device.synchronize()
         finally:
             self.in_flight.clear()
             self.device.close()
@@ -324,10 +395,11 @@ class SyncEngine(Engine):
 
     def step(self) -> list[Request]:
         """Schedule a batch, launch it, and wait for it."""
-        output = self.schedule()
-        if output is None:
-            return []
-        self.launch(output)
+        if not self.in_flight:  # else an earlier wait was interrupted: wait again
+            output = self.schedule()
+            if output is None:
+                return []
+            self.launch(output)
         return self.collect()
 
 
@@ -340,7 +412,8 @@ class AsyncEngine(Engine):
         Cold start (nothing to collect yet) and drain (nothing left to launch) are not
         special cases: they are what this loop does at its ends.
         """
-        output = self.schedule()
+        has_slot = len(self.in_flight) <= self.config.depth
+        output = self.schedule() if has_slot else None
         if output is not None:
             self.launch(output)
         if self.in_flight and (

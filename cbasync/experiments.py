@@ -15,8 +15,8 @@ from cbasync.devices.costs import CostModel, PhaseCost
 from cbasync.devices.sim import SimDevice
 from cbasync.engine import AsyncEngine, SyncEngine
 from cbasync.gpu_bench import MODES, PREFILL_TOKENS, Measured, Mode, Setting, measure
-from cbasync.model_runner import ScriptedRunner
 from cbasync.models import LoadedModel
+from cbasync.runner import ScriptedRunner
 from cbasync.timeline import Timeline
 
 Series = Callable[[LoadedModel, Setting], Result]

@@ -18,8 +18,8 @@ from cbasync.devices.sim import SimDevice
 from cbasync.engine import AsyncEngine, Engine, SyncEngine
 from cbasync.event_log import Arrow, EventLog
 from cbasync.kv_cache import blocks_for
-from cbasync.model_runner import ScriptedRunner
 from cbasync.paper import Drawing
+from cbasync.runner import ScriptedRunner
 from cbasync.sampling import SamplingParams
 from cbasync.timeline import Timeline
 

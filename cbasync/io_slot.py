@@ -13,6 +13,7 @@ from torch import Tensor
 from cbasync.config import EngineConfig
 from cbasync.devices.access import Access, Resource
 from cbasync.devices.base import Device
+from cbasync.sampler import NUM_SAMPLING_COLUMNS
 from cbasync.trace import NO_WORK, Work
 
 SLOT_LETTERS = "ABCD"
@@ -27,14 +28,18 @@ class SlotLayout:
 
     >>> layout = SlotLayout.of(EngineConfig(max_num_seqs=4, max_num_batched_tokens=8,
     ...                                     block_size=4, max_model_len=16))
-    >>> print(layout)
+    >>> print(layout)  # doctest: +ELLIPSIS
     input_ids 0:8, positions 8:16, carry_over 16:24, slot_mapping 24:32,
-    query_start_loc 32:37, seq_lens 37:41, logits_indices 41:45, token_rows 45:49,
-    temperature 49:53, seeds 53:57, block_table 57:73
+    history_rows 32:40, target_ids 40:48, query_start_loc 48:53, seq_lens 53:57,
+    logits_indices 57:61, token_rows 61:65, sampling 65:89, top_k 89:93,
+    seeds 93:97, bias_ids 97:225, bias_values 225:353, block_table 353:369
     """
 
     sections: dict[str, tuple[int, int]]
-    max_blocks: int  # M
+    widths: dict[str, int]  # second dimension of the arrays that have one
+    max_requests: int
+    max_tokens: int
+    max_logprobs: int
 
     @classmethod
     def of(cls, config: EngineConfig) -> SlotLayout:
@@ -45,19 +50,30 @@ class SlotLayout:
             "positions": tokens,  # [T]   place of each token in its own request
             "carry_over": tokens,  # [T]   source of a token in flight, or -1
             "slot_mapping": tokens,  # [T]   where its K,V is written
+            "history_rows": tokens,  # [T]   where penalties count it
+            "target_ids": tokens,  # [T]   next token of the prompt, or -1
             "query_start_loc": requests + 1,  # [R + 1]
             "seq_lens": requests,  # [R]   tokens in the cache after this batch
             "logits_indices": requests,  # [S]   rows whose logits are sampled
             "token_rows": requests,  # [S]   device row of each sampled request
-            "temperature": requests,  # [S] float32, carried as its bits
+            "sampling": requests * NUM_SAMPLING_COLUMNS,  # [S, 6] float32
+            "top_k": requests,  # [S]
             "seeds": requests,  # [S]
+            "bias_ids": requests * config.max_logit_bias,  # [S, K]
+            "bias_values": requests * config.max_logit_bias,  # [S, K] float32
             "block_table": requests * config.max_blocks_per_request,  # [R, M]
         }
         sections, start = {}, 0
         for name, size in sizes.items():
             sections[name] = (start, start + size)
             start += size
-        return cls(sections, config.max_blocks_per_request)
+        widths = {
+            "sampling": NUM_SAMPLING_COLUMNS,
+            "bias_ids": config.max_logit_bias,
+            "bias_values": config.max_logit_bias,
+            "block_table": config.max_blocks_per_request,
+        }
+        return cls(sections, widths, requests, tokens, config.max_logprobs)
 
     @property
     def size(self) -> int:
@@ -66,13 +82,15 @@ class SlotLayout:
 
     def used(self, num_requests: int) -> int:
         """Words that a batch of this many requests has to copy."""
-        return self.sections["block_table"][0] + num_requests * self.max_blocks
+        return (
+            self.sections["block_table"][0] + num_requests * self.widths["block_table"]
+        )
 
     def __str__(self) -> str:
         parts = [
             f"{name} {start}:{end}" for name, (start, end) in self.sections.items()
         ]
-        lines = [", ".join(parts[:4]), ", ".join(parts[4:8]), ", ".join(parts[8:])]
+        lines = [", ".join(parts[i : i + 4]) for i in range(0, len(parts), 4)]
         return ",\n".join(lines)
 
 
@@ -93,10 +111,13 @@ class IOSlot:
         self.was_used = False
         self.host_inputs = device.host_buffer((layout.size,), torch.int32)
         self.device_inputs = device.device_buffer((layout.size,), torch.int32)
-        requests = layout.sections["seq_lens"]
-        max_requests = requests[1] - requests[0]
-        self.host_sampled = device.host_buffer((max_requests,), torch.int64)
-        self.device_sampled = device.device_buffer((max_requests,), torch.int64)
+        requests = layout.max_requests
+        self.host_sampled = device.host_buffer((requests,), torch.int64)
+        self.device_sampled = device.device_buffer((requests,), torch.int64)
+        self.sampled_tokens = self.host_sampled.numpy()  # the host's view of it
+        # First the sampled rows, then the tokens of prompts; made when first asked for.
+        self._device = device
+        self.logprobs: LogprobBuffers | None = None
         self.h2d_done = device.event("h2d_done")
         self.compute_done = device.event("compute_done")
         self.d2h_done = device.event("d2h_done")
@@ -159,26 +180,64 @@ class IOSlot:
             place = slice(*self.layout.sections[name])
             owner.device_inputs[place].copy_(owner.host_inputs[place])
 
-    def copy_sampled(self, num_sampled: int) -> None:
-        """The d2h op: the sampled tokens back to the host."""
+    def need_logprobs(self) -> LogprobBuffers:
+        """Buffers for log-probabilities, from the first batch that asks for them."""
+        if self.logprobs is None:
+            self.logprobs = LogprobBuffers(self._device, self.layout)
+        return self.logprobs
+
+    def copy_sampled(self, num_sampled: int, *, logprobs: bool = False) -> None:
+        """The d2h op: the sampled tokens back to the host, and what goes with them."""
         self.host_sampled[:num_sampled].copy_(
             self.device_sampled[:num_sampled], non_blocking=True
         )
+        if logprobs and self.logprobs is not None:
+            self.logprobs.copy()
 
     def __repr__(self) -> str:
         return f"IOSlot({self.letter}, {self.io_bytes} bytes a side)"
 
 
+class LogprobBuffers:
+    """Log-probabilities of a batch on both sides: `[R + T, 1 + top]` ids and values."""
+
+    def __init__(self, device: Device, layout: SlotLayout) -> None:
+        self.prompt_start = layout.max_requests  # where the tokens of prompts begin
+        shape = (layout.max_requests + layout.max_tokens, 1 + layout.max_logprobs)
+        self.host_ids = device.host_buffer(shape, torch.int64)
+        self.host_values = device.host_buffer(shape, torch.float32)
+        self.device_ids = device.device_buffer(shape, torch.int64)
+        self.device_values = device.device_buffer(shape, torch.float32)
+
+    def store(self, start: int, ids: Tensor, values: Tensor) -> None:
+        """Keep `[n, 1 + k]` ids and values, from row `start` on; a device op."""
+        rows, columns = ids.shape
+        self.device_ids[start : start + rows, :columns] = ids
+        self.device_values[start : start + rows, :columns] = values
+
+    def copy(self) -> None:
+        """Part of the d2h op."""
+        self.host_ids.copy_(self.device_ids, non_blocking=True)
+        self.host_values.copy_(self.device_values, non_blocking=True)
+
+
+_FLOATS = ("sampling", "bias_values")  # float32, carried as their bits
+
+
 def _host_views(buffer: Tensor, layout: SlotLayout) -> dict[str, npt.NDArray[np.int32]]:
     array = buffer.numpy()
     views = {name: array[a:b] for name, (a, b) in layout.sections.items()}
-    views["temperature"] = views["temperature"].view(np.float32)
-    views["block_table"] = views["block_table"].reshape(-1, layout.max_blocks)
+    for name in _FLOATS:
+        views[name] = views[name].view(np.float32)
+    for name, width in layout.widths.items():
+        views[name] = views[name].reshape(-1, width)
     return views
 
 
 def _device_views(buffer: Tensor, layout: SlotLayout) -> dict[str, Tensor]:
     views = {name: buffer[a:b] for name, (a, b) in layout.sections.items()}
-    views["temperature"] = views["temperature"].view(torch.float32)
-    views["block_table"] = views["block_table"].view(-1, layout.max_blocks)
+    for name in _FLOATS:
+        views[name] = views[name].view(torch.float32)
+    for name, width in layout.widths.items():
+        views[name] = views[name].view(-1, width)
     return views

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor
 
 # Large, but finite: what attention masks out gets weight 0, and 0 times NaN is NaN.
 _POISON = 1e4
+_ROOT = -1  # name of "nothing before"
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -81,11 +84,11 @@ class LeasedPool:
     def __init__(self, size: int, *, leases: bool = True) -> None:
         self.size = size
         self._leases_kept = leases
-        self._free = list(range(size - 1, -1, -1))  # a stack, 0 on top
+        self._free = OrderedDict.fromkeys(range(size))  # taken from the front
         self._held = bytearray(size)
-        self._leases: defaultdict[int, list[int]] = defaultdict(list)
+        self._lease_of: dict[int, int] = {}  # item -> the batch it waits for
+        self._ending: defaultdict[int, list[tuple[int, bool]]] = defaultdict(list)
         self._last_collected = -1
-        self.num_leased = 0
 
     @property
     def num_free(self) -> int:
@@ -93,44 +96,71 @@ class LeasedPool:
         return len(self._free)
 
     @property
+    def num_leased(self) -> int:
+        """Items that wait for a batch in flight."""
+        return len(self._lease_of)
+
+    @property
     def num_held(self) -> int:
         """Items that have an owner."""
         return self.size - self.num_free - self.num_leased
 
+    def is_free(self, item: int) -> bool:
+        """Whether nobody owns the item and no batch in flight names it."""
+        return item in self._free
+
     def take(self, count: int) -> list[int]:
         """Take `count` free items; the caller has checked `num_free`."""
         assert count <= len(self._free), f"{count} wanted, {len(self._free)} free"
-        items = [self._free.pop() for _ in range(count)]
+        items = [self._free.popitem(last=False)[0] for _ in range(count)]
         for item in items:
             self._held[item] = 1
         return items
 
-    def give_back(self, items: Sequence[int], until_batch: int = -1) -> None:
-        """Return items, at once or when `until_batch` has been collected."""
+    def revive(self, item: int) -> None:
+        """Take one particular item that has no owner, free or leased."""
+        if self._held[item]:
+            raise RuntimeError(f"item {item} has an owner already")
+        self._lease_of.pop(item, None)
+        self._free.pop(item, None)
+        self._held[item] = 1
+
+    def give_back(
+        self, items: Sequence[int], until_batch: int = -1, *, first: bool = False
+    ) -> None:
+        """Return items, at once or when `until_batch` has been collected.
+
+        `first` makes them the next to be taken; otherwise they are the last.
+        """
         for item in items:
             if not self._held[item]:
                 raise RuntimeError(f"item {item} is given back twice")
             self._held[item] = 0
-        if self._leases_kept and until_batch > self._last_collected:
-            self._leases[until_batch].extend(items)
-            self.num_leased += len(items)
-        else:
-            self._free.extend(reversed(items))
+            if self._leases_kept and until_batch > self._last_collected:
+                self._lease_of[item] = until_batch
+                self._ending[until_batch].append((item, first))
+            else:
+                self._set_free(item, first)
 
     def collected(self, batch: int) -> None:
         """End the leases that waited for this batch."""
         self._last_collected = batch
-        items = self._leases.pop(batch, [])
-        self.num_leased -= len(items)
-        self._free.extend(reversed(items))
+        for item, first in self._ending.pop(batch, ()):
+            if self._lease_of.get(item) == batch:  # not revived meanwhile
+                del self._lease_of[item]
+                self._set_free(item, first)
 
-    def owner_flags(self) -> list[str]:
+    def _set_free(self, item: int, first: bool) -> None:
+        self._free[item] = None
+        if first:
+            self._free.move_to_end(item, last=False)
+
+    def owner_flags(self) -> str:
         """One letter per item: `.` free, `o` owned, `~` leased."""
-        leased = {item for items in self._leases.values() for item in items}
-        return [
-            "o" if self._held[i] else "~" if i in leased else "."
+        return "".join(
+            "." if i in self._free else "~" if i in self._lease_of else "o"
             for i in range(self.size)
-        ]
+        )
 
     def __repr__(self) -> str:
         return (
@@ -139,17 +169,43 @@ class LeasedPool:
         )
 
 
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks that one request holds, in the order of its tokens."""
+
+    block_ids: list[int] = field(default_factory=list)
+    chain: list[int] = field(default_factory=list)  # names of its published blocks
+    capacity: int = 0  # tokens that they hold
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+
 class BlockManager:
-    """Hands out KV blocks and takes them back; knows counts, never tensors.
+    """Hands out KV blocks, shares full ones, takes them back; knows counts, no tensors.
 
     >>> manager = BlockManager(num_blocks=4, block_size=4)
-    >>> table = []
+    >>> table = BlockTable()
     >>> manager.grow(table, num_tokens=5)
     [0, 1]
     >>> manager.grow(table, num_tokens=8)  # the second block has room
     []
     >>> print(manager)
     oo..  2 of 4 blocks held
+
+    A block whose tokens are all computed and known can be *published*. Its name stands
+    for its tokens and for all before them, so a request that starts with the same
+    tokens finds it, while it is held and for as long as nobody else has taken it:
+
+    >>> manager.publish(table, index=0, tokens=(5, 6, 7, 8))
+    >>> manager.release(table, until_batch=-1)
+    >>> manager.find([5, 6, 7, 8, 9])
+    [0]
+
+    The last token of a prompt has to be computed, so it is never found:
+
+    >>> manager.find([5, 6, 7, 8])
+    []
     """
 
     def __init__(
@@ -157,25 +213,85 @@ class BlockManager:
     ) -> None:
         self.block_size = block_size
         self.pool = LeasedPool(num_blocks, leases=leases)
+        self._num_owners = [0] * num_blocks
+        self._names = count()
+        self._published: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        """(name of the block before, tokens) -> (name, block)."""
+        self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}  # by block
 
-    def missing(self, block_ids: Sequence[int], num_tokens: int) -> int:
-        """Blocks to add until `block_ids` hold `num_tokens`."""
-        return max(0, blocks_for(num_tokens, self.block_size) - len(block_ids))
+    # ------------------------------------------------------------------ owning
 
-    def grow(self, block_ids: list[int], num_tokens: int) -> list[int]:
-        """Append blocks in place until they hold `num_tokens`; return the new ones."""
-        new = self.pool.take(self.missing(block_ids, num_tokens))
-        block_ids.extend(new)
+    def missing(self, num_held: int, num_tokens: int) -> int:
+        """Blocks to add to `num_held` until they hold `num_tokens`."""
+        return max(0, blocks_for(num_tokens, self.block_size) - num_held)
+
+    def grow(self, table: BlockTable, num_tokens: int) -> list[int]:
+        """Append blocks until the table holds `num_tokens`; return the new ones."""
+        new = self.pool.take(self.missing(len(table), num_tokens))
+        for block in new:
+            self._num_owners[block] = 1
+            self._forget(block)
+        table.block_ids.extend(new)
+        table.capacity = len(table) * self.block_size
         return new
 
-    def release(self, block_ids: list[int], until_batch: int) -> None:
-        """Take all of a request's blocks back, leased until its last batch."""
-        self.pool.give_back(block_ids, until_batch)
-        block_ids.clear()
+    def release(self, table: BlockTable, until_batch: int) -> None:
+        """Take all blocks of a table back, leased until its last batch."""
+        # From the end: the beginning of a prompt is what others are likely to share.
+        for block in reversed(table.block_ids):
+            self._num_owners[block] -= 1
+            if self._num_owners[block] == 0:
+                first = block not in self._key_of
+                self.pool.give_back([block], until_batch, first=first)
+        table.block_ids.clear()
+        table.chain.clear()
+        table.capacity = 0
+
+    # ------------------------------------------------------------------ sharing
+
+    def find(self, token_ids: Sequence[int]) -> list[int]:
+        """Published blocks that hold the beginning of these tokens, never all of it."""
+        size, found, name = self.block_size, [], _ROOT
+        for start in range(0, len(token_ids) - size, size):
+            entry = self._published.get((name, tuple(token_ids[start : start + size])))
+            if entry is None:
+                break
+            name, block = entry
+            found.append(block)
+        return found
+
+    def adopt(self, table: BlockTable, blocks: Sequence[int]) -> None:
+        """Let an empty table begin with published blocks."""
+        for block in blocks:
+            if self._num_owners[block] == 0:
+                self.pool.revive(block)
+            self._num_owners[block] += 1
+            table.block_ids.append(block)
+            table.chain.append(self._published[self._key_of[block]][0])
+        table.capacity = len(table) * self.block_size
+
+    def num_free_without(self, blocks: Sequence[int]) -> int:
+        """Free blocks that are left once these have been adopted."""
+        return self.pool.num_free - sum(self.pool.is_free(block) for block in blocks)
+
+    def publish(self, table: BlockTable, index: int, tokens: tuple[int, ...]) -> None:
+        """Let others find a full block; its tokens are computed and known."""
+        assert index == len(table.chain), "blocks are published in order"
+        key = (table.chain[-1] if table.chain else _ROOT, tokens)
+        if key not in self._published:
+            block = table.block_ids[index]
+            self._published[key] = (next(self._names), block)
+            self._key_of[block] = key
+        table.chain.append(self._published[key][0])
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._published[key]
 
     def __str__(self) -> str:
-        flags = "".join(self.pool.owner_flags())
-        return f"{flags}  {self.pool.num_held} of {self.pool.size} blocks held"
+        held = f"{self.pool.num_held} of {self.pool.size} blocks held"
+        return f"{self.pool.owner_flags()}  {held}"
 
 
 class KVCache:

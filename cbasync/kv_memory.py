@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedModel
 
 from cbasync.config import EngineConfig
 from cbasync.devices.base import Device
 
 _KEPT_SHARE = 0.1  # of the whole memory: for activations, graphs and others' needs
-
-
-def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    """K and V of one token in all layers.
-
-    >>> from cbasync.random_models import tiny_model
-    >>> kv_bytes_per_token(tiny_model())  # 2 x 2 layers x 2 heads of 8 x 8 bytes
-    512
-    """
-    text = model.config.get_text_config()
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return int(2 * text.num_hidden_layers * kv_heads * size * model.dtype.itemsize)
 
 
 def num_blocks_that_fit(config: EngineConfig, device: Device, block_bytes: int) -> int:

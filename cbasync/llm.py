@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from tqdm.auto import tqdm
@@ -12,11 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from cbasync.config import EngineConfig
 from cbasync.devices import Device, make_device
 from cbasync.engine import AsyncEngine, Engine, SyncEngine
+from cbasync.metrics import RunMetrics
 from cbasync.model_runner import ModelRunner
 from cbasync.models import LoadedModel, load_model
+from cbasync.policy import Policy
 from cbasync.request import Request, RequestOutput
 from cbasync.sampling import SamplingParams
 from cbasync.supported import check_supported
+from cbasync.text import Transcript
 from cbasync.timeline import Timeline
 
 Prompt = str | Sequence[int]
@@ -26,7 +31,6 @@ ENGINES: dict[str, type[Engine]] = {"sync": SyncEngine, "async": AsyncEngine}
 
 _DEFAULT_MAX_MODEL_LEN = 2048
 _BAR_DELAY_S = 2.0  # work shorter than this shows no progress bar
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class LLM:
@@ -36,6 +40,9 @@ class LLM:
     ...     (output,) = llm.generate(["hi"], SamplingParams(max_tokens=3))
     >>> len(output.token_ids), output.finish_reason
     (3, 'length')
+
+    It may be used from several threads: whoever waits for an answer takes a turn at
+    stepping the engine, and all of them share its batches.
     """
 
     def __init__(
@@ -45,6 +52,7 @@ class LLM:
         mode: Literal["sync", "async"] = "async",
         device: str | Device = "auto",
         config: EngineConfig | None = None,
+        policy: str | Policy = "first-come",
     ) -> None:
         if mode not in ENGINES:
             raise ValueError(
@@ -60,12 +68,15 @@ class LLM:
         if not isinstance(model, LoadedModel):
             model = load_model(model, device=owned.torch_device)
         self.loaded = model
+        max_model_len = config.max_model_len if config else None
+        check_supported(model.model, max_model_len=max_model_len)
         runner = ModelRunner(model.model)
         config = config or EngineConfig(
             max_model_len=min(runner.max_positions, _DEFAULT_MAX_MODEL_LEN)
         )
-        check_supported(model.model, max_model_len=config.max_model_len)
-        self.engine = ENGINES[mode](runner, config, owned)
+        self.engine = ENGINES[mode](runner, config, owned, policy=policy)
+        self._turn = threading.Lock()
+        self._transcripts: dict[str, Transcript] = {}
 
     # ------------------------------------------------------------------ generation
 
@@ -74,15 +85,18 @@ class LLM:
         prompts: Sequence[Prompt] | str,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priorities: Sequence[int] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt; results in the order of the prompts.
 
         A prompt is text or a list of token ids. `params` is one for all or one for
-        each. All prompts are checked before any of them starts. `progress` shows a
-        bar: always, never, or (None) when the work takes a while.
+        each; `priorities` matter to the priority policy, smaller first. All prompts
+        are checked before any of them starts. `progress` shows a bar: always, never,
+        or (None) when the work takes a while.
         """
-        requests = self._new_requests(prompts, params)
+        groups = self._new_requests(prompts, params, priorities)
+        requests = [request for group in groups for request in group]
         for request in requests:
             self.engine.submit(request)
         try:
@@ -91,7 +105,7 @@ class LLM:
             for request in requests:
                 self.engine.abort(request.request_id)
             raise
-        return [self._output(request) for request in requests]
+        return [self._output(group) for group in groups]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -101,7 +115,12 @@ class LLM:
         Several streams may be read by turns: all of them share the batches. Leaving
         the loop early ends the request.
         """
-        (request,) = self._new_requests([prompt], params)
+        self._tokenizer("streams")
+        ((request, *others),) = self._new_requests([prompt], params, None)
+        if others:
+            raise ValueError(
+                f"n is {1 + len(others)}, a stream has one sample: use generate()"
+            )
         self.engine.submit(request)
         return self._pieces(request)
 
@@ -134,24 +153,53 @@ class LLM:
         self,
         prompts: Sequence[Prompt] | str,
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[Request]:
+        priorities: Sequence[int] | None,
+    ) -> list[list[Request]]:
+        """Checked requests, one group a prompt with a request per sample."""
         if isinstance(prompts, str):
             prompts = [prompts]
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(
-                f"params holds {len(params)} entries for {len(prompts)} prompts: "
-                "give one for all or one for each"
-            )
+        if priorities is None:
+            priorities = [0] * len(prompts)
+        for name, values in (("params", params), ("priorities", priorities)):
+            if len(values) != len(prompts):
+                raise ValueError(
+                    f"{name} holds {len(values)} entries for {len(prompts)} prompts: "
+                    "give one for each"
+                )
         return [
-            self.engine.new_request(
-                self._encode(prompt),
-                one,
-                eos_token_ids=self.loaded.stop_token_ids,
-            )
-            for prompt, one in zip(prompts, params, strict=True)
+            [
+                self._new_request(prompt, self._sample_params(one, i), priority)
+                for i in range(one.n)
+            ]
+            for prompt, one, priority in zip(prompts, params, priorities, strict=True)
         ]
+
+    @staticmethod
+    def _sample_params(params: SamplingParams, index: int) -> SamplingParams:
+        if params.n == 1:
+            return params
+        return replace(params, n=1, seed=params.seed + index)
+
+    def _new_request(
+        self, prompt: Prompt, params: SamplingParams, priority: int
+    ) -> Request:
+        request = self.engine.new_request(
+            self._encode(prompt),
+            params,
+            eos_token_ids=self.loaded.stop_token_ids,
+            priority=priority,
+        )
+        if params.stop and self.loaded.tokenizer is None:
+            self._tokenizer("stop texts")
+        if self.loaded.tokenizer is not None:
+            transcript = Transcript(
+                self.loaded.tokenizer, params.stop, params.min_tokens
+            )
+            request.on_token = transcript.push
+            self._transcripts[request.request_id] = transcript
+        return request
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -166,6 +214,13 @@ class LLM:
             )
         return self.loaded.tokenizer
 
+    def _step(self, waiting_for: Sequence[Request]) -> int:
+        """Take a turn, unless another thread's turn has brought the answer."""
+        with self._turn:
+            if all(self.engine.is_over(request) for request in waiting_for):
+                return 0
+            return len(self.engine.guarded_step())
+
     def _run(self, requests: list[Request], progress: bool | None) -> None:
         total = sum(request.params.max_tokens for request in requests)
         bar = tqdm(
@@ -176,34 +231,43 @@ class LLM:
             leave=False,
         )
         with bar:
-            while not all(request.is_finished for request in requests):
-                bar.update(len(self.engine.step()))
+            while not all(self.engine.is_over(request) for request in requests):
+                bar.update(self._step(requests))
+        for request in requests:
+            if request.error is not None:
+                raise RuntimeError("the engine failed") from request.error
 
     def _pieces(self, request: Request) -> Iterator[str]:
-        detokenizer = Detokenizer(self._tokenizer("streams"))
+        transcript = self._transcripts[request.request_id]
+        shown = 0
         try:
-            while True:
-                known = request.output_token_ids
-                for token in known[detokenizer.num_tokens :]:
-                    if piece := detokenizer.push(token):
-                        yield piece
-                if request.is_finished:
-                    break
-                self.engine.step()
-            if rest := detokenizer.flush():
-                yield rest
+            is_last = False
+            while not is_last:
+                self._step([request])
+                # Asked once: while this waits at a yield, others may step the engine.
+                if is_last := self.engine.is_over(request):
+                    transcript.close()
+                for piece in transcript.pieces[shown:]:
+                    shown += 1
+                    yield piece
+            if request.error is not None:
+                raise RuntimeError("the engine failed") from request.error
         finally:
             self.engine.abort(request.request_id)
+            self._transcripts.pop(request.request_id, None)
 
-    def _output(self, request: Request) -> RequestOutput:
-        text = ""
-        if self.loaded.tokenizer is not None:
-            text = str(
-                self.loaded.tokenizer.decode(
-                    request.output_token_ids, skip_special_tokens=True
-                )
-            )
-        return RequestOutput.of(request, text)
+    def _output(self, group: list[Request]) -> RequestOutput:
+        """One result per prompt; with several samples the first one holds them all."""
+        outputs = []
+        for request in group:
+            text = ""
+            if transcript := self._transcripts.pop(request.request_id, None):
+                transcript.close()
+                text = transcript.text
+            outputs.append(RequestOutput.of(request, text))
+        if len(outputs) == 1:
+            return outputs[0]
+        return replace(outputs[0], samples=tuple(outputs))
 
     # ------------------------------------------------------------------ life cycle
 
@@ -211,6 +275,11 @@ class LLM:
     def timeline(self) -> Timeline:
         """What ran when, on every lane."""
         return self.engine.timeline
+
+    @property
+    def metrics(self) -> RunMetrics:
+        """What the engine has done so far."""
+        return self.engine.metrics
 
     def close(self) -> None:
         """Give threads, streams and the KV cache back."""
@@ -224,43 +293,3 @@ class LLM:
 
     def __repr__(self) -> str:
         return f"LLM({self.loaded!r}, {self.engine!r})"
-
-
-class Detokenizer:
-    """Turns tokens into text as they come, never a part of a character.
-
-    Only the newest tokens are decoded again with each push: the ones since the last
-    piece, behind the few that decide about white space before them.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.token_ids: list[int] = []
-        self._context = 0  # decoding starts here
-        self._emitted = 0  # tokens whose text has been handed out
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens pushed so far."""
-        return len(self.token_ids)
-
-    def push(self, token: int) -> str:
-        """Add a token; the new text, empty while a character is incomplete."""
-        self.token_ids.append(token)
-        return self._piece(hold_back=True)
-
-    def flush(self) -> str:
-        """Whatever was held back."""
-        return self._piece(hold_back=False)
-
-    def _piece(self, hold_back: bool) -> str:
-        former = self._decode(self._context, self._emitted)
-        text = self._decode(self._context, len(self.token_ids))
-        if hold_back and text.endswith(_REPLACEMENT):
-            return ""
-        self._context, self._emitted = self._emitted, len(self.token_ids)
-        return text[len(former) :]
-
-    def _decode(self, start: int, stop: int) -> str:
-        ids = self.token_ids[start:stop]
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))

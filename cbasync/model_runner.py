@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from tqdm.auto import tqdm
@@ -19,44 +19,12 @@ from cbasync.fuse import Merged
 from cbasync.graphs import DecodeGraphs
 from cbasync.io_slot import IOSlot
 from cbasync.kv_cache import KVCache
-from cbasync.kv_memory import kv_bytes_per_token, num_blocks_that_fit
-from cbasync.sampling import sample
+from cbasync.kv_memory import num_blocks_that_fit
+from cbasync.sampler import SamplerInputs, TokenHistory, sample, top_logprobs
+from cbasync.supported import kv_shape
 
 _MAX_COMPILED_SIZES = 64
 _BAR_DELAY_S = 2.0  # a warm-up that takes less shows no progress bar
-
-
-class Runner(Protocol):
-    """What an engine needs of a model: its limits, and a batch computed."""
-
-    vocab_size: int
-    max_positions: int
-
-    def sized(self, config: EngineConfig, device: Device) -> EngineConfig:
-        """The config with a number of blocks, if it leaves that to the memory."""
-
-    def prepare(self, config: EngineConfig, device: Device) -> None:
-        """Allocate what the config asks for; called once, before the first batch."""
-
-    def warm_up(
-        self, io_slots: Sequence[IOSlot], carry_over: CarryOver, sizes: Sequence[int]
-    ) -> None:
-        """Make what batches of these sizes need, ahead of time; slots hold padding."""
-
-    def compute(
-        self,
-        shape: BatchShape,
-        io_slot: IOSlot,
-        previous: IOSlot | None,
-        carry_over: CarryOver,
-    ) -> None:
-        """The compute op: device inputs to device tokens, in place."""
-
-    def poison(self, blocks: Sequence[int]) -> None:
-        """Spoil blocks that have a new owner, so that a read of old content shows."""
-
-    def close(self) -> None:
-        """Leave the model as it was found."""
 
 
 class ModelRunner:
@@ -76,16 +44,17 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.debug = False
         self.races_expected = False
+        self.history: TokenHistory | None = None
         self._merged: Merged | None = None
         self._compiled: Callable[..., torch.Tensor] | None = None
-        self._former_attention = model.config._attn_implementation
-        self._was_training = model.training
+        self._give_back: Callable[[], object] = lambda: None
 
     def sized(self, config: EngineConfig, device: Device) -> EngineConfig:
         """The config with a number of blocks, from free memory where it says 0."""
         if config.num_blocks:
             return config
-        block_bytes = config.block_size * kv_bytes_per_token(self.model)
+        token_bytes = kv_shape(self.model).values_per_token * self.model.dtype.itemsize
+        block_bytes = config.block_size * token_bytes
         return replace(
             config, num_blocks=num_blocks_that_fit(config, device, block_bytes)
         )
@@ -94,19 +63,21 @@ class ModelRunner:
         """Take the model over and make its KV cache."""
         self.debug = config.debug
         self.races_expected = not config.is_safe
-        self.model.eval()
+        self.history = TokenHistory(
+            config.num_rows, self.vocab_size, device.torch_device
+        )
         if config.merge_weights:
             positions = config.max_model_len if config.compile else 0
             self._merged = Merged(self.model, compiled_for=positions)
-        self.model.set_attn_implementation(attention.NAME)
-        text = self.model.config.get_text_config()
-        heads = text.num_attention_heads
+        attention.borrow(self.model)
+        self._give_back = weakref.finalize(self, attention.give_back, self.model)
+        kept = kv_shape(self.model)
         self.cache = KVCache(
-            num_layers=text.num_hidden_layers,
+            num_layers=kept.num_layers,
             num_blocks=config.num_blocks,
             block_size=config.block_size,
-            num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            num_kv_heads=kept.num_heads,
+            head_size=kept.head_size,
             dtype=self.model.dtype,
             device=device.torch_device,
         )
@@ -148,7 +119,8 @@ class ModelRunner:
     ) -> None:
         """Carry over, forward, sample; everything stays on the device."""
         run = self._compute
-        if self.graphs is not None and shape.is_decode:
+        no_prompt = shape.needs.prompt_logprobs < 0
+        if self.graphs is not None and shape.is_decode and no_prompt:
             run = self.graphs.run
         run(shape, io_slot, previous, carry_over)
 
@@ -169,7 +141,18 @@ class ModelRunner:
         logits_indices = inputs["logits_indices"][: shape.num_sampled].long()
         if self.races_expected:  # an old index must give a wrong token, not a crash
             logits_indices.clamp_(max=shape.num_tokens - 1)
-        logits = self._logits(shape, io_slot, input_ids, logits_indices)
+        if shape.needs.history:
+            assert self.history is not None
+            self.history.add(
+                inputs["history_rows"][tokens], input_ids, inputs["positions"][tokens]
+            )
+        if shape.needs.prompt_logprobs >= 0:
+            # An empty choice of places is every place.
+            everywhere = self._logits(shape, io_slot, input_ids, None)
+            self._store_prompt_logprobs(everywhere, shape, io_slot)
+            logits = everywhere[logits_indices]
+        else:
+            logits = self._logits(shape, io_slot, input_ids, logits_indices)
         if shape.num_sampled:
             self._sample(logits, logits_indices, shape, io_slot, carry_over)
 
@@ -178,7 +161,7 @@ class ModelRunner:
         shape: BatchShape,
         io_slot: IOSlot,
         input_ids: torch.Tensor,  # [T] int64
-        logits_indices: torch.Tensor,  # [S] int64
+        logits_indices: torch.Tensor | None,  # [S] int64, None: every place
     ) -> torch.Tensor:  # [S, V]
         """The forward pass, in the form that suits batch and device."""
         assert self.cache is not None, "prepare() comes first"
@@ -189,7 +172,9 @@ class ModelRunner:
         block_table = inputs["block_table"][: shape.num_requests]
         by_rows = input_ids.is_cuda or self._compiled is not None
         if by_rows and shape.is_decode:
-            forward = self._compiled or self._decode_logits
+            # Log-probabilities of a one-token prompt are too rare to be compiled.
+            compiled = None if logits_indices is None else self._compiled
+            forward = compiled or self._decode_logits
             # Every size is compiled for itself; the default limit is a few of them.
             with torch._dynamo.config.patch(recompile_limit=_MAX_COMPILED_SIZES):
                 return forward(
@@ -216,7 +201,7 @@ class ModelRunner:
         self,
         input_ids: torch.Tensor,  # [R] int64
         positions: torch.Tensor,  # [R] int64
-        logits_indices: torch.Tensor,  # [S] int64
+        logits_indices: torch.Tensor | None,  # [S] int64, None: every place
         slot_mapping: torch.Tensor,  # [R] int64
         seq_lens: torch.Tensor,  # [R] int32
         block_table: torch.Tensor,  # [R, M] int32
@@ -230,14 +215,14 @@ class ModelRunner:
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        logits_indices: torch.Tensor,
+        logits_indices: torch.Tensor | None,
         paged: attention.PagedBatch | attention.PagedRows,
     ) -> torch.Tensor:
         logits: torch.Tensor = self.model(
             input_ids=input_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=logits_indices,
+            logits_to_keep=0 if logits_indices is None else logits_indices,
             paged=paged,
         ).logits[0]
         return logits
@@ -251,17 +236,34 @@ class ModelRunner:
         carry_over: CarryOver,
     ) -> None:
         inputs, sampled = io_slot.device, slice(shape.num_sampled)
-        if shape.is_greedy:
+        if shape.needs.is_greedy:
             chosen = logits.argmax(dim=-1)
         else:
-            chosen = sample(
-                logits,
-                inputs["temperature"][sampled],
-                inputs["seeds"][sampled],
-                inputs["positions"].index_select(0, logits_indices) + 1,
+            rows = SamplerInputs(
+                sampling=inputs["sampling"][sampled],
+                top_k=inputs["top_k"][sampled],
+                seeds=inputs["seeds"][sampled],
+                positions=inputs["positions"].index_select(0, logits_indices) + 1,
+                rows=inputs["token_rows"][sampled],
+                bias_ids=inputs["bias_ids"][sampled],
+                bias_values=inputs["bias_values"][sampled],
             )
+            chosen = sample(logits, rows, shape.needs, self.history)
         io_slot.device_sampled[sampled] = chosen
         carry_over.publish(chosen, inputs["token_rows"][sampled])
+        if shape.needs.num_logprobs >= 0:
+            ids, values = top_logprobs(logits, chosen, shape.needs.num_logprobs)
+            io_slot.need_logprobs().store(0, ids, values)
+
+    @staticmethod
+    def _store_prompt_logprobs(
+        logits: torch.Tensor, shape: BatchShape, io_slot: IOSlot
+    ) -> None:
+        """How likely each next token of the prompts in the batch was."""
+        targets = io_slot.device["target_ids"][: shape.num_tokens].long()
+        ids, values = top_logprobs(logits, targets, shape.needs.prompt_logprobs)
+        buffers = io_slot.need_logprobs()
+        buffers.store(buffers.prompt_start, ids, values)
 
     @staticmethod
     def _check_carried(input_ids: torch.Tensor) -> None:
@@ -286,63 +288,5 @@ class ModelRunner:
         if self._merged is not None:
             self._merged.undo()
             self._merged = None
-        self.model.set_attn_implementation(self._former_attention)
-        self.model.train(self._was_training)
-        self.cache = None
-
-
-class ScriptedRunner:
-    """A null model: the tokens come from a function of (position), no weights.
-
-    It carries tokens over like the real runner, so a missed carry still shows: each
-    new token is `script(input token, position)`.
-    """
-
-    def __init__(
-        self,
-        vocab_size: int = 1000,
-        script: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.max_positions = 1 << 30
-        self.script = script or self._next
-
-    def _next(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        return (token * 7 + position + 1) % self.vocab_size
-
-    def sized(self, config: EngineConfig, device: Device) -> EngineConfig:
-        """A block without a cache takes no memory: the default number of them."""
-        return config if config.num_blocks else replace(config, num_blocks=1024)
-
-    def prepare(self, config: EngineConfig, device: Device) -> None:
-        """Nothing to allocate."""
-
-    def warm_up(
-        self, io_slots: Sequence[IOSlot], carry_over: CarryOver, sizes: Sequence[int]
-    ) -> None:
-        """Nothing to make."""
-
-    def compute(
-        self,
-        shape: BatchShape,
-        io_slot: IOSlot,
-        previous: IOSlot | None,
-        carry_over: CarryOver,
-    ) -> None:
-        """One gather and one formula instead of a forward pass."""
-        inputs, tokens = io_slot.device, slice(shape.num_tokens)
-        sampled = slice(shape.num_sampled)
-        input_ids = inputs["input_ids"][tokens].long()
-        source = carry_over.source(previous)
-        if source is not None:
-            input_ids = carry(input_ids, inputs["carry_over"][tokens], source)
-        last = inputs["logits_indices"][sampled].long()
-        chosen = self.script(input_ids[last], inputs["positions"][last].long())
-        io_slot.device_sampled[sampled] = chosen
-        carry_over.publish(chosen, inputs["token_rows"][sampled])
-
-    def poison(self, blocks: Sequence[int]) -> None:
-        """Nothing to spoil."""
-
-    def close(self) -> None:
-        """Nothing to give back."""
+        self._give_back()
+        self.cache = self.history = None

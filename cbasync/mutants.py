@@ -22,7 +22,7 @@ from cbasync.devices.virtual import Order
 from cbasync.engine import AsyncEngine, Engine
 from cbasync.io_slot import SlotLayout
 from cbasync.model_runner import ModelRunner
-from cbasync.models import tiny_model
+from cbasync.random_models import tiny_model
 from cbasync.sampling import SamplingParams
 
 Build = Callable[[EngineConfig, Device], AsyncEngine]
@@ -131,9 +131,10 @@ def workload() -> list[tuple[list[int], SamplingParams]]:
     return [
         ([1, 2, 3, 4, 5, 6, 7], SamplingParams(max_tokens=5)),
         ([7, 6, 5, 4, 3, 2, 1], SamplingParams(max_tokens=6)),
-        ([4, 4], SamplingParams(max_tokens=8, temperature=2.0, seed=5)),
-        ([0, 3, 1], SamplingParams(max_tokens=7, temperature=0.7, seed=9)),
-        ([9, 8, 7, 6], SamplingParams(max_tokens=4)),
+        ([4, 4], SamplingParams(max_tokens=9, temperature=2.0, seed=5, top_k=2)),
+        ([0, 3, 1], SamplingParams(max_tokens=7, frequency_penalty=9.0)),
+        ([9, 8, 7, 6], SamplingParams(max_tokens=9, logit_bias={5: 99.0})),
+        ([2, 1], SamplingParams(max_tokens=6, temperature=0.7, logit_bias={6: 99.0})),
     ]
 
 

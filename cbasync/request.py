@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
+
+from cbasync.kv_cache import BlockTable
 from cbasync.sampling import SamplingParams
 
-FinishReason = Literal["length", "stop", "abort"]
+FinishReason = Literal["length", "stop", "abort", "error"]
 
 
 class RequestStatus(Enum):
@@ -18,6 +21,24 @@ class RequestStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probability of a token, and of the likeliest ones at its place."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]  # token id -> log-probability, likeliest first
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """When things happened to a request, in microseconds of the device's clock."""
+
+    submitted_us: float = 0.0
+    scheduled_us: float = -1.0  # first time in a batch
+    first_token_us: float = -1.0
+    finished_us: float = -1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +62,9 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
+    priority: int = 0  # smaller is more urgent, for the priority policy
+    arrival: int = 0  # number in the order of submission
+    on_token: Callable[[int], bool] | None = None  # True: this token ends the request
 
     # Settled: what the host has seen.
     status: RequestStatus = RequestStatus.WAITING
@@ -49,6 +73,11 @@ class Request:
     num_tokens: int = 0  # prompt and settled output
     num_preemptions: int = 0
     discarded_tokens: int = 0  # computed after its end, thrown away
+    num_cached_tokens: int = 0  # prompt tokens found in the cache
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one an output token
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by place
+    times: RequestTimes = field(default_factory=RequestTimes)
+    error: BaseException | None = None  # why it ended, if something failed
 
     # Scheduled: what batches have been promised.
     num_computed_tokens: int = 0  # tokens whose K,V are written or will be
@@ -58,7 +87,7 @@ class Request:
 
     # What it holds while it runs.
     row: int = -1  # its place in the host table and the device token rows
-    block_ids: list[int] = field(default_factory=list)
+    blocks: BlockTable = field(default_factory=BlockTable)
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -67,6 +96,14 @@ class Request:
     def token_ids(self) -> list[int]:
         """Prompt and settled output."""
         return self.prompt_token_ids + self.output_token_ids
+
+    def tokens_at(self, start: int, stop: int) -> tuple[int, ...]:
+        """Settled tokens at the places `start .. stop-1`."""
+        prompt = len(self.prompt_token_ids)
+        if stop <= prompt:
+            return tuple(self.prompt_token_ids[start:stop])
+        output = self.output_token_ids[max(0, start - prompt) : stop - prompt]
+        return (*self.prompt_token_ids[start:prompt], *output)
 
     @property
     def num_promised_output_tokens(self) -> int:
@@ -92,29 +129,70 @@ class Request:
 
 
 @dataclass(frozen=True)
+class RequestMetrics:
+    """How long one request waited and took."""
+
+    queue_ms: float  # submitted until first scheduled
+    time_to_first_token_ms: float  # submitted until the host knew its first token
+    time_per_token_ms: float  # mean over the tokens after the first
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    discarded_tokens: int
+
+    @classmethod
+    def of(cls, request: Request) -> RequestMetrics:
+        """Figures of a finished request; -1 for what never happened."""
+        times, outputs = request.times, len(request.output_token_ids)
+
+        def since_us(start: float, end: float) -> float:
+            return (end - start) / 1e3 if min(start, end) >= 0 else -1.0
+
+        rest = since_us(times.first_token_us, times.finished_us)
+        return cls(
+            queue_ms=since_us(times.submitted_us, times.scheduled_us),
+            time_to_first_token_ms=since_us(times.submitted_us, times.first_token_us),
+            time_per_token_ms=rest / (outputs - 1) if outputs > 1 else 0.0,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_output_tokens=outputs,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            discarded_tokens=request.discarded_tokens,
+        )
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """What a user gets for one prompt, in the order of submission."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    text: str
+    text: str  # without the stop text that ended it
     finish_reason: FinishReason
-    num_preemptions: int
-    discarded_tokens: int
+    metrics: RequestMetrics
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per output token
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # None: the first
+    samples: tuple[RequestOutput, ...] = ()  # with n above 1: all of them, this first
 
     @classmethod
     def of(cls, request: Request, text: str) -> RequestOutput:
         """Snapshot of a finished request."""
         assert request.finish_reason is not None, f"{request} has not finished"
+        params, places = request.params, range(len(request.prompt_token_ids))
+        prompt_logprobs = tuple(request.prompt_logprobs.get(i) for i in places)
         return cls(
             request_id=request.request_id,
             prompt_token_ids=tuple(request.prompt_token_ids),
             token_ids=tuple(request.output_token_ids),
             text=text,
             finish_reason=request.finish_reason,
-            num_preemptions=request.num_preemptions,
-            discarded_tokens=request.discarded_tokens,
+            metrics=RequestMetrics.of(request),
+            logprobs=None if params.logprobs is None else tuple(request.logprobs),
+            prompt_logprobs=(
+                None if params.prompt_logprobs is None else prompt_logprobs
+            ),
         )
 
 
@@ -136,7 +214,7 @@ def check_prompt(prompt: object, vocab_size: int) -> list[int]:
     if not prompt:
         raise ValueError("prompt is empty, at least 1 token is needed: add a token")
     for index, token in enumerate(prompt):
-        if isinstance(token, bool) or not isinstance(token, int):
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
             raise ValueError(
                 f"prompt[{index}] is {token!r}, a whole token id is needed: "
                 "give one flat list of ints per prompt"
@@ -146,4 +224,4 @@ def check_prompt(prompt: object, vocab_size: int) -> list[int]:
                 f"prompt[{index}] is {token}, token ids go from 0 to "
                 f"{vocab_size - 1}: check the tokenizer"
             )
-    return list(prompt)
+    return [int(token) for token in prompt]

@@ -1,18 +1,18 @@
-"""How the next token is chosen: per-request parameters, and logits to tokens."""
+"""What one request asks of the sampler; checks itself before any work starts."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from numbers import Real
 
 MAX_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What one request asks of the sampler; checks itself.
+    """How a request's tokens are chosen, and when they end.
 
     Greedy by default. With a temperature, tokens are drawn by a generator that
     holds no state: the draw depends on (seed, position) alone, so a request gives
@@ -21,84 +21,154 @@ class SamplingParams:
     >>> SamplingParams(max_tokens=0)
     Traceback (most recent call last):
     ...
-    ValueError: max_tokens is 0, at least 1 is needed: ask for a token or for nothing
+    ValueError: max_tokens is 0, the range is 1 and up: give a whole number in it
+
+    The logits pass, in this order: repetition, presence and frequency penalty; logit
+    bias; end tokens held back until `min_tokens`; temperature; top-k; top-p; min-p.
     """
 
     max_tokens: int = 64  # most tokens to generate
+    min_tokens: int = 0  # no end token and no stop string before this many
+    n: int = 1  # samples of one prompt; the i-th one is drawn with seed + i
+
     temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # draw among the k likeliest, 0: all
+    top_p: float = 1.0  # draw among the likeliest that sum up to p
+    min_p: float = 0.0  # draw among those at least p times as likely as the likeliest
     seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end tokens
+
+    repetition_penalty: float = 1.0  # over prompt and output; above 1 discourages
+    presence_penalty: float = 0.0  # off the logit of any token put out before
+    frequency_penalty: float = 0.0  # off the logit, times how often it was put out
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+
+    logprobs: int | None = None  # log-probabilities of the token and the top few
+    prompt_logprobs: int | None = None  # the same for the prompt's own tokens
+
+    stop: str | Sequence[str] = ()  # texts that end the request, cut off the output
+    stop_token_ids: Sequence[int] = ()  # besides the model's own end tokens
     ignore_eos: bool = False  # do not stop at the model's own end tokens
 
     def __post_init__(self) -> None:
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
-            raise ValueError(
-                f"max_tokens is {self.max_tokens!r}, at least 1 is needed: "
-                "ask for a token or for nothing"
-            )
-        if not 0.0 <= self.temperature <= 100.0:
-            raise ValueError(
-                f"temperature is {self.temperature!r}, the range is 0 to 100: "
-                "use 0 for greedy, about 0.7 for variety"
-            )
-        if not _is_int(self.seed) or not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(
-                f"seed is {self.seed!r}, the range is 0 to {MAX_SEED}: "
-                "give a whole number in it"
-            )
+        self._check_counts()
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0, open_below=True)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range(
+            "repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_below=True
+        )
+        _in_range("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+        object.__setattr__(self, "stop", _stop_texts(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
-            if not _is_int(token) or token < 0:
-                raise ValueError(
-                    f"stop_token_ids holds {token!r}, token ids are whole and not "
-                    "negative: remove it"
-                )
+            _whole("stop_token_ids", token, 0, MAX_SEED)
+
+    def _check_counts(self) -> None:
+        _whole("max_tokens", self.max_tokens, 1, None)
+        _whole("min_tokens", self.min_tokens, 0, None)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: "
+                "lower the first or raise the second"
+            )
+        _whole("n", self.n, 1, None)
+        _whole("top_k", self.top_k, 0, None)
+        _whole("seed", self.seed, 0, MAX_SEED - self.n + 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _whole(name, value, 0, None)
+
+    # ------------------------------------------------------------------ what it needs
+
+    @property
+    def bias_pairs(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs, whichever way it was given."""
+        return self.logit_bias  # type: ignore[return-value]
+
+    @property
+    def is_random(self) -> bool:
+        """Whether tokens are drawn."""
+        return self.temperature > 0
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether the draw is narrowed; greedy rows have no use for it."""
+        narrowed = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.is_random and narrowed
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether logits depend on the tokens before: kept on the device."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probabilities are to come back with the tokens."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def needs_every_position(self) -> bool:
+        """Whether each prompt token has to pass the model, cached prefix or not."""
+        return self.reads_history or self.prompt_logprobs is not None
 
 
-def sample(
-    logits: Tensor,  # [S, V] float
-    temperature: Tensor,  # [S] float32, 0 is greedy
-    seeds: Tensor,  # [S] int32
-    positions: Tensor,  # [S] int32   place of the new token in its request
-) -> Tensor:  # [S] int64
-    """Draw one token per row on the device, without state and without a host read.
-
-    A row with temperature 0 takes the largest logit. Any other row takes the token
-    at which the running sum of probabilities passes `uniform(seed, position)`.
-    """
-    greedy = logits.argmax(dim=-1)
-    scale = torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)
-    # float64 sums: with 128 K tokens a float32 sum would lose the small ones.
-    sums = torch.softmax(logits.double() / scale, dim=-1).cumsum(dim=-1)
-    threshold = uniform(seeds, positions).unsqueeze(-1) * sums[:, -1:]
-    drawn = torch.searchsorted(sums, threshold, right=True).squeeze(-1)
-    # Rounding can put the threshold at the very end; the last token is then meant.
-    drawn = drawn.clamp_(max=logits.shape[-1] - 1)
-    return torch.where(temperature > 0, drawn, greedy)
-
-
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Numbers in [0, 1) that depend on (seed, position) alone.
-
-    A 32-bit integer hash (xor-shift and multiply rounds) in int64, so that the CPU
-    and the GPU agree to the last bit.
-
-    >>> u = uniform(torch.tensor([7, 7, 8]), torch.tensor([0, 1, 0]))
-    >>> [round(x, 3) for x in u.tolist()]
-    [0.129, 0.377, 0.464]
-    """
-    x = _mix(seeds.long() + 0x9E3779B9) ^ positions.long()
-    high, low = _mix(x + 0x85EBCA6B), _mix(x + 0xC2B2AE35)
-    return ((high << 21) | (low >> 11)).double() / float(1 << 53)
+def _bias_pairs(
+    bias: Mapping[int, float] | Sequence[tuple[int, float]],
+) -> tuple[tuple[int, float], ...]:
+    pairs = tuple(bias.items() if isinstance(bias, Mapping) else bias)
+    seen: set[int] = set()
+    for token, value in pairs:
+        _whole("logit_bias token", token, 0, None)
+        # Minus infinity rules a token out; plus infinity has no softmax.
+        if not _is_number(value) or math.isnan(value) or value == math.inf:
+            raise ValueError(
+                f"logit_bias of token {token} is {value!r}, numbers and minus infinity "
+                "have a meaning: give one of them"
+            )
+        if token in seen:
+            raise ValueError(
+                f"logit_bias names token {token} twice, one value is used: remove one"
+            )
+        seen.add(token)
+    return pairs
 
 
-def _mix(x: Tensor) -> Tensor:
-    """One avalanche over the low 32 bits."""
-    x = x & 0xFFFFFFFF
-    x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
-    x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
-    return (x >> 16) ^ x
+def _stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"stop holds {text!r}, texts are needed: remove it")
+    return texts
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _whole(name: str, value: object, least: int, most: int | None) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < least or (most is not None and value > most):  # type: ignore[operator]
+        reach = f"{least} and up" if most is None else f"{least} to {most}"
+        raise ValueError(
+            f"{name} is {value!r}, the range is {reach}: give a whole number in it"
+        )
+
+
+def _is_number(value: object) -> bool:
+    # numpy's floats are real numbers too.
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _in_range(
+    name: str, value: float, least: float, most: float, *, open_below: bool = False
+) -> None:
+    # Written so that nan fails.
+    inside = _is_number(value) and least <= value <= most
+    if not inside or (open_below and value == least):
+        above = "above " if open_below else ""
+        raise ValueError(
+            f"{name} is {value!r}, the range is {above}{least:g} to {most:g}: "
+            "give a number in it"
+        )

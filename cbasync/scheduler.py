@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cbasync.config import EngineConfig
 from cbasync.kv_cache import BlockManager, LeasedPool, blocks_for
+from cbasync.policy import Policy, make_policy
 from cbasync.request import FinishReason, Request, RequestStatus
 
 
@@ -25,6 +27,7 @@ class Occurrence:
     length: int  # tokens computed, num_scheduled_tokens
     rank: int  # place among the sampled rows, -1: no token comes of it
     carry: int  # where its last input token comes from on the device, -1: the host
+    generation: int  # how often the request had been preempted by then
 
 
 @dataclass(slots=True)
@@ -38,50 +41,64 @@ class SchedulerOutput:
     admitted: list[Request] = field(default_factory=list)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     """(row, index in the block table, block) for each block handed out."""
+    fresh_blocks: list[int] = field(default_factory=list)
+    """The ones among them that hold nothing yet: not those found in the cache."""
 
     def blocks_read(self) -> list[int]:
         """Every block that the batch's requests hold."""
-        return [block for o in self.occurrences for block in o.request.block_ids]
+        return [block for o in self.occurrences for block in o.request.blocks.block_ids]
 
     def blocks_written(self, block_size: int) -> list[int]:
         """The blocks that the batch's own tokens go to."""
         return [
             block
             for o in self.occurrences
-            for block in o.request.block_ids[
+            for block in o.request.blocks.block_ids[
                 o.start // block_size : blocks_for(o.start + o.length, block_size)
             ]
         ]
 
 
 class Scheduler:
-    """First come, first served, with a token budget; knows counts, never tensors.
+    """Fills batches up to a token budget; knows counts, never tensors.
 
-    Running requests go first, oldest first; then waiting ones enter while budget,
-    rows and blocks last. A prompt longer than the budget is computed in chunks,
-    beside the decodes. When blocks run out the newest request is preempted: it gives
-    its blocks up and computes its tokens again later.
+    Running requests go first, in the order of the policy (by default first come, first
+    served); then waiting ones enter while budget, rows and blocks last. A prompt longer
+    than the budget is computed in chunks, beside the decodes. When blocks run out the
+    last of the running requests is preempted: it gives its blocks up and computes its
+    tokens again later.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, policy: str | Policy = "first-come"
+    ) -> None:
         self.config = config
-        leases = "block_lease" not in config.ablate
-        self.blocks = BlockManager(config.num_blocks, config.block_size, leases=leases)
-        # A leased row is as bad as none, so there are enough for every batch in flight.
-        self.rows = LeasedPool(config.max_num_seqs * (config.depth + 1))
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.policy = make_policy(policy)
+        self.start_over()
         self.num_launched = 0  # batches; the next one gets this number
         self.discarded_tokens = 0
         self.num_preemptions = 0
-        self._to_abort: list[Request] = []
+        self.num_prompt_tokens = 0  # of admitted requests, and how many of them
+        self.num_cached_tokens = 0  # were found in the cache
+
+    def start_over(self) -> None:
+        """Forget every request; all blocks and rows are free again."""
+        config = self.config
+        leases = "block_lease" not in config.ablate
+        self.blocks = BlockManager(config.num_blocks, config.block_size, leases=leases)
+        self.rows = LeasedPool(config.num_rows)
+        self.waiting: list[Request] = []  # both in the order of the policy
+        self.running: list[Request] = []
+        # From any thread; a batch is only changed between two calls of schedule().
+        self._arrived: deque[Request] = deque()
+        self._to_abort: deque[Request] = deque()
         self._finished: list[Request] = []
 
     # ------------------------------------------------------------------ requests
 
     def add(self, request: Request) -> None:
-        """Queue a request; `check_fits` has been asked before."""
-        self.waiting.append(request)
+        """Queue a request that the intake has checked."""
+        self._arrived.append(request)
 
     def abort(self, request: Request) -> None:
         """Ask for a request's end. It is retired when the next batch is scheduled."""
@@ -90,31 +107,14 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.waiting or self.running or self._to_abort)
-
-    def check_fits(self, request: Request) -> None:
-        """Refuse a request that could never run, however empty the engine is."""
-        config, prompt = self.config, len(request.prompt_token_ids)
-        most = request.params.max_tokens
-        if prompt + most > config.max_model_len:
-            raise ValueError(
-                f"{request.request_id}: {prompt} prompt + {most} new tokens is "
-                f"{prompt + most}, max_model_len is {config.max_model_len}: "
-                "shorten one of them or raise max_model_len"
-            )
-        # The last token is never an input, so it needs no place in the cache.
-        needed = self.blocks.missing((), prompt + most - 1)
-        if needed > config.num_blocks:
-            raise ValueError(
-                f"{request.request_id}: {prompt} prompt + {most} new tokens need "
-                f"{needed} blocks of {config.block_size}, the cache has "
-                f"{config.num_blocks}: shorten one of them or raise num_blocks"
-            )
+        return bool(self.waiting or self.running or self._arrived or self._to_abort)
 
     # ------------------------------------------------------------------ schedule
 
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next batch, or None when nothing can run now."""
+        while self._arrived:
+            insort(self.waiting, self._arrived.popleft(), key=self.policy.key)
         self._retire_aborted()
         output = SchedulerOutput(batch=self.num_launched)
         budget = self._schedule_running(output, self.config.max_num_batched_tokens)
@@ -140,7 +140,11 @@ class Scheduler:
             if length == 0:
                 continue
             length = min(length, budget)
-            if self._make_room(request, request.num_computed_tokens + length, output):
+            stop = request.num_computed_tokens + length
+            # Most decodes have room in their last block.
+            if stop <= request.blocks.capacity or self._make_room(
+                request, stop, output
+            ):
                 self._take(request, length, output)
                 budget -= length
         return budget
@@ -161,7 +165,7 @@ class Scheduler:
         """Get the blocks for `num_tokens`; preempt the newest if it must be."""
         blocks = self.blocks
         while (
-            missing := blocks.missing(request.block_ids, num_tokens)
+            missing := blocks.missing(len(request.blocks), num_tokens)
         ) > blocks.pool.num_free:
             if missing <= blocks.pool.num_free + blocks.pool.num_leased:
                 return False  # leases are about to return: rest, do not preempt
@@ -170,41 +174,68 @@ class Scheduler:
             if victim is request:
                 return False
         if missing:
-            held = len(request.block_ids)
-            for i, block in enumerate(blocks.grow(request.block_ids, num_tokens)):
+            held = len(request.blocks)
+            fresh = blocks.grow(request.blocks, num_tokens)
+            output.fresh_blocks.extend(fresh)
+            for i, block in enumerate(fresh):
                 output.new_blocks.append((request.row, held + i, block))
         return True
 
     def _take(self, request: Request, length: int, output: SchedulerOutput) -> None:
         start = request.num_computed_tokens
         output.occurrences.append(
-            Occurrence(request, request.row, start, length, -1, -1)
+            Occurrence(
+                request, request.row, start, length, -1, -1, request.num_preemptions
+            )
         )
         output.num_tokens += length
 
     def _admit_waiting(self, output: SchedulerOutput, budget: int) -> None:
-        while self.waiting and budget > 0 and self._can_admit(self.waiting[0]):
-            request = self.waiting.popleft()
-            request.status = RequestStatus.RUNNING
-            (request.row,) = self.rows.take(1)
-            self.running.append(request)
-            output.admitted.append(request)
+        while self.waiting and budget > 0:
+            request = self.waiting[0]
+            cached = self._find_cached(request)
+            if not self._can_admit(request, cached):
+                return
+            del self.waiting[0]
+            self._enter(request, cached, output)
             # Blocks for its whole context now: entering with a part of it would let
             # two long prompts evict each other for ever.
             self._make_room(request, request.num_tokens, output)
-            length = min(request.num_tokens, budget)
+            length = min(request.num_tokens - request.num_computed_tokens, budget)
             self._take(request, length, output)
             budget -= length
 
-    def _can_admit(self, request: Request) -> bool:
+    def _find_cached(self, request: Request) -> list[int]:
+        if not self.config.prefix_caching or request.params.needs_every_position:
+            return []
+        return self.blocks.find(request.token_ids)
+
+    def _can_admit(self, request: Request, cached: list[int]) -> bool:
         if request.num_pending_tokens:
             return False  # preempted, and its token is still on the way
-        missing = self.blocks.missing((), request.num_tokens)
+        missing = self.blocks.missing(len(cached), request.num_tokens)
         return (
             len(self.running) < self.config.max_num_seqs
             and self.rows.num_free > 0
-            and missing <= self.blocks.pool.num_free
+            and missing <= self.blocks.num_free_without(cached)
         )
+
+    def _enter(
+        self, request: Request, cached: list[int], output: SchedulerOutput
+    ) -> None:
+        """Let a request run, beginning with the blocks that the cache has for it."""
+        request.status = RequestStatus.RUNNING
+        (request.row,) = self.rows.take(1)
+        insort(self.running, request, key=self.policy.key)
+        output.admitted.append(request)
+        self.blocks.adopt(request.blocks, cached)
+        for index, block in enumerate(cached):
+            output.new_blocks.append((request.row, index, block))
+        request.num_computed_tokens = len(cached) * self.config.block_size
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.num_cached_tokens += request.num_computed_tokens
+            self.num_prompt_tokens += len(request.prompt_token_ids)
 
     def _promise(self, output: SchedulerOutput) -> None:
         """Book what this batch will have done: the scheduled view of each request."""
@@ -225,51 +256,73 @@ class Scheduler:
 
     # ------------------------------------------------------------------ update
 
-    def update(self, output: SchedulerOutput, tokens: Sequence[int]) -> list[Request]:
-        """Book the sampled tokens; return the requests that changed.
+    def update(
+        self, output: SchedulerOutput, tokens: Sequence[int]
+    ) -> list[Occurrence]:
+        """Book the sampled tokens; return the occurrences whose token was kept.
 
         `tokens` are in the order of the ranks. A token of a request that has ended
         in the meantime is discarded and counted.
         """
         self.blocks.pool.collected(output.batch)
         self.rows.collected(output.batch)
-        changed, any_finished = [], False
+        size = self.config.block_size
+        kept, any_finished = [], False
         for occurrence in output.occurrences:
-            if occurrence.rank < 0:
-                continue
             request = occurrence.request
-            request.num_pending_tokens -= 1
-            if request.is_finished:
-                request.discarded_tokens += 1
-                self.discarded_tokens += 1
-                continue
-            token = tokens[occurrence.rank]
-            request.output_token_ids.append(token)
-            request.num_tokens += 1
-            changed.append(request)
-            reason = self._end(request, token)
-            if reason:
+            if occurrence.rank >= 0:
+                request.num_pending_tokens -= 1
+                if request.is_finished:
+                    request.discarded_tokens += 1
+                    self.discarded_tokens += 1
+                    continue
+                token = tokens[occurrence.rank]
+                request.output_token_ids.append(token)
+                request.num_tokens += 1
+                kept.append(occurrence)
+            stop = occurrence.start + occurrence.length
+            if stop // size > occurrence.start // size:
+                self._publish(occurrence, stop // size)
+            if occurrence.rank >= 0 and (reason := self._end(request, token)):
                 self._finish(request, reason)
                 any_finished = True
         if any_finished:
             self._forget_finished()
-        return changed
+        return kept
+
+    def _publish(self, occurrence: Occurrence, num_full: int) -> None:
+        """Let others find the blocks that this batch has filled.
+
+        Only now: until its batch is collected a block's content is a promise.
+        """
+        request, size = occurrence.request, self.config.block_size
+        if not self.config.prefix_caching or request.is_finished:
+            return
+        if occurrence.generation != request.num_preemptions:
+            return  # its blocks are not its own any more
+        for index in range(len(request.blocks.chain), num_full):
+            tokens = request.tokens_at(index * size, (index + 1) * size)
+            self.blocks.publish(request.blocks, index, tokens)
 
     @staticmethod
     def _end(request: Request, token: int) -> FinishReason | None:
         if token in request.stop_token_ids:
+            return "stop"
+        if request.on_token is not None and request.on_token(token):
             return "stop"
         if len(request.output_token_ids) >= request.params.max_tokens:
             return "length"
         return None
 
     def _retire_aborted(self) -> None:
-        for request in self._to_abort:
+        any_aborted = False
+        while self._to_abort:
+            request = self._to_abort.popleft()
             if not request.is_finished:
                 self._finish(request, "abort")
-        if self._to_abort:
+                any_aborted = True
+        if any_aborted:
             self._forget_finished()
-            self._to_abort.clear()
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """The one place where a request ends and gives up what it holds."""
@@ -286,25 +339,25 @@ class Scheduler:
     def _forget_finished(self) -> None:
         self.running = [r for r in self.running if not r.is_finished]
         if any(r.is_finished for r in self.waiting):
-            self.waiting = deque(r for r in self.waiting if not r.is_finished)
+            self.waiting = [r for r in self.waiting if not r.is_finished]
 
     def _preempt(self, request: Request) -> None:
-        """Send the newest request back to the head of the queue, without its blocks.
+        """Send the last of the running requests back to wait, without its blocks.
 
         A token of it that is still in flight was sampled from a correct cache: it is
         delivered when its batch is collected, and the request waits for that.
         """
-        assert self.running[-1] is request, "only the newest request is preempted"
+        assert self.running[-1] is request, "only the last request is preempted"
         self.running.pop()
         self._release(request)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=self.policy.key)
 
     def _release(self, request: Request) -> None:
-        self.blocks.release(request.block_ids, request.last_batch)
+        self.blocks.release(request.blocks, request.last_batch)
         if request.row >= 0:
             self.rows.give_back([request.row], request.last_batch)
             request.row = -1

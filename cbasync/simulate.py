@@ -18,7 +18,7 @@ from cbasync.devices.costs import ARTICLE, CostModel
 from cbasync.devices.sim import SimDevice
 from cbasync.engine import AsyncEngine, Engine, SyncEngine
 from cbasync.kv_cache import blocks_for
-from cbasync.model_runner import ScriptedRunner
+from cbasync.runner import ScriptedRunner
 from cbasync.sampling import SamplingParams
 from cbasync.timeline import CAUSES, HOST_PHASES, Timeline, side_by_side
 

@@ -14,7 +14,7 @@ from cbasync.carry_over import carry
 from cbasync.config import EngineConfig
 from cbasync.devices.sim import SimDevice
 from cbasync.engine import AsyncEngine
-from cbasync.model_runner import Runner, ScriptedRunner
+from cbasync.runner import Runner, ScriptedRunner
 from cbasync.sampling import SamplingParams
 from cbasync.scheduler import SchedulerOutput
 
@@ -71,7 +71,7 @@ class RecordingEngine(AsyncEngine):
                 former_sampled=last,
                 sampled=tuple(io_slot.device_sampled[: shape.num_sampled].tolist()),
                 block_tables={
-                    o.request.request_id: tuple(o.request.block_ids)
+                    o.request.request_id: tuple(o.request.blocks.block_ids)
                     for o in output.occurrences
                 },
                 owners=self._owners(),
@@ -82,7 +82,7 @@ class RecordingEngine(AsyncEngine):
     def _owners(self) -> tuple[str, ...]:
         owners = [""] * self.config.num_blocks
         for request in self.scheduler.running:
-            for block in request.block_ids:
+            for block in request.blocks.block_ids:
                 owners[block] = request.request_id
         return tuple(owners)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,6 +20,32 @@ _SPECIAL_ATTENTION = {
     "indices": "an index of chosen tokens",
     "block_indices": "an index of chosen blocks",
 }
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What a model keeps of each token, as its layers really hand it over."""
+
+    num_layers: int
+    num_heads: int  # KV heads
+    head_size: int
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers of K and V over all layers."""
+        return 2 * self.num_layers * self.num_heads * self.head_size
+
+
+def kv_shape(model: PreTrainedModel) -> KVShape:
+    """Seen in one small forward pass: a config may say otherwise.
+
+    >>> from cbasync.random_models import tiny_model
+    >>> kv_shape(tiny_model())
+    KVShape(num_layers=2, num_heads=2, head_size=8)
+    """
+    record = _recorded(model)
+    heads, _, head_size, _ = record[0].shapes
+    return KVShape(len(record), heads, head_size)
 
 
 def check_supported(
@@ -58,7 +85,23 @@ def _declared_misfit(model: PreTrainedModel, max_model_len: int | None) -> str |
         return "its layers keep keys and values of different shapes"
     if not model._supports_attention_backend:
         return "its attention does not go through transformers' attention interface"
-    return _window_misfit(config, max_model_len)
+    return _window_misfit(config, max_model_len) or _rope_misfit(config, max_model_len)
+
+
+def _rope_misfit(config: Any, max_model_len: int | None) -> str | None:
+    """Rotations chosen by the longest request of a batch; None if they are not."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    declared = getattr(config, "original_max_position_embeddings", 0)
+    short = int(rope.get("original_max_position_embeddings") or declared)
+    limit = int(max_model_len or config.max_position_embeddings)
+    if limit <= short:
+        return None
+    return (
+        f"it rotates keys by the longest request of the batch beyond {short} tokens, "
+        f"and requests may have {limit} (set max_model_len to {short})"
+    )
 
 
 def _window_misfit(config: Any, max_model_len: int | None) -> str | None:
@@ -112,8 +155,13 @@ def _recording_attention(
 AttentionInterface.register("cbasync_recording", _recording_attention)
 
 
-def _observed_misfit(model: PreTrainedModel) -> str | None:
-    """What one small forward pass shows against the model; None if nothing."""
+_records: WeakKeyDictionary[PreTrainedModel, list[_AttentionCall]] = WeakKeyDictionary()
+
+
+def _recorded(model: PreTrainedModel) -> list[_AttentionCall]:
+    """The attention calls of a forward pass of two tokens; watched once a model."""
+    if model in _records:
+        return _records[model]
     record: list[_AttentionCall] = []
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     positions = torch.arange(2, device=model.device)
@@ -128,10 +176,18 @@ def _observed_misfit(model: PreTrainedModel) -> str | None:
                 logits_to_keep=positions[-1:],
                 record=record,
             )
-    except Exception as error:  # whatever it is, the engine would meet it too
-        return f"a forward pass in the engine's form fails ({error!r})"
     finally:
         model.set_attn_implementation(before)
+    _records[model] = record
+    return record
+
+
+def _observed_misfit(model: PreTrainedModel) -> str | None:
+    """What one small forward pass shows against the model; None if nothing."""
+    try:
+        record = _recorded(model)
+    except Exception as error:  # whatever it is, the engine would meet it too
+        return f"a forward pass in the engine's form fails ({error!r})"
     return _recorded_misfit(record, model.config.num_hidden_layers)
 
 

@@ -147,8 +147,8 @@ def from_chrome_trace(trace: dict[str, Any]) -> tuple[str, list[Span]]:
     >>> from_chrome_trace({"traceEvents": []})
     Traceback (most recent call last):
     ...
-    ValueError: the trace has no 'cbasync' key, only traces written by cbasync come back \
-exactly: read any other with cbasync.foreign_trace.load_timeline
+    ValueError: the trace has no 'cbasync' key, only traces written by cbasync come \
+back exactly: read any other with cbasync.foreign_trace.load_timeline
     """
     if not isinstance(trace, dict) or "cbasync" not in trace:
         raise ValueError(

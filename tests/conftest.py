@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 from transformers import LlamaForCausalLM
 
 from cbasync.devices import Device, SimDevice, make_device
-from cbasync.models import tiny_model
 from cbasync.mutants import EVEN_COSTS
+from cbasync.random_models import tiny_model
 
 torch.set_num_threads(1)
 

@@ -8,17 +8,28 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from cbasync.config import EngineConfig
 from cbasync.devices import Device, make_device
 from cbasync.engine import AsyncEngine, Engine, SyncEngine
 from cbasync.model_runner import ModelRunner
-from cbasync.request import Request
-from cbasync.sampling import SamplingParams, sample
+from cbasync.request import Request, TokenLogprobs
+from cbasync.sampler import uniform
+from cbasync.sampling import SamplingParams
 from cbasync.scheduler import Occurrence, Scheduler
 
 VOCAB = 17
@@ -74,27 +85,49 @@ def _expected(
     ids = list(prompt)
     with torch.no_grad():
         while len(ids) - len(prompt) < params.max_tokens:
-            ids.append(_next_token(model, ids, params))
+            ids.append(_next_token(model, ids, len(prompt), params))
             if ids[-1] in params.stop_token_ids:
                 break
     model.set_attn_implementation(former)
     return tuple(ids[len(prompt) :])
 
 
-def _next_token(model: PreTrainedModel, ids: list[int], params: SamplingParams) -> int:
-    inputs = torch.tensor([ids], device=model.device)
-    logits = model(inputs, use_cache=False).logits[:, -1]
+def _next_token(
+    model: PreTrainedModel, ids: list[int], num_prompt: int, params: SamplingParams
+) -> int:
+    inputs: Any = torch.tensor([ids], device=model.device)
+    logits: Any = model(inputs, use_cache=False).logits[:, -1].double()
+    scores = _penalized(inputs, logits, num_prompt, params)
     if params.temperature == 0:
-        return int(logits.argmax())
-    device = model.device
-    return int(
-        sample(
-            logits,
-            torch.tensor([params.temperature], device=device),
-            torch.tensor([params.seed], device=device),
-            torch.tensor([len(ids)], device=device),
-        )
-    )
+        return int(scores.argmax())
+    scores = TemperatureLogitsWarper(params.temperature)(inputs, scores)
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(inputs, scores)
+    if params.top_p < 1:
+        scores = TopPLogitsWarper(params.top_p)(inputs, scores)
+    if params.min_p > 0:
+        scores = MinPLogitsWarper(params.min_p)(inputs, scores)
+    draw = uniform(torch.tensor([params.seed]), torch.tensor([len(ids)])).item()
+    sums = scores.softmax(dim=-1).cumsum(dim=-1)[0]
+    return int((sums <= draw * sums[-1]).sum().clamp(max=len(sums) - 1))
+
+
+def _penalized(
+    inputs: Any, logits: Any, num_prompt: int, params: SamplingParams
+) -> Any:
+    """Penalties as transformers computes them, and the rest by plain counting."""
+    if params.repetition_penalty != 1:
+        penalty = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+        logits = penalty(inputs, logits)
+    output = inputs[0, num_prompt:].tolist()
+    for token in set(output):
+        logits[0, token] -= params.frequency_penalty * output.count(token)
+        logits[0, token] -= params.presence_penalty
+    for token, value in params.bias_pairs:
+        logits[0, token] += value
+    if len(output) < params.min_tokens:
+        logits[0, list(params.stop_token_ids)] = -torch.inf
+    return logits
 
 
 def make_engine(
@@ -161,30 +194,89 @@ def check_tokens(
         assert got == want, f"{job} gave {got}, alone it gives {want}"
 
 
+def check_logprobs(model: PreTrainedModel, requests: list[Request]) -> None:
+    """Each asked-for log-probability equals that of one uncached forward pass."""
+    for request in requests:
+        params = request.params
+        if params.logprobs is None and params.prompt_logprobs is None:
+            continue
+        former = model.config._attn_implementation
+        model.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            inputs = torch.tensor([request.token_ids], device=model.device)
+            rows = model(inputs, use_cache=False).logits[0].log_softmax(-1).cpu()
+        model.set_attn_implementation(former)
+        prompt = len(request.prompt_token_ids)
+        if params.logprobs is not None:
+            assert len(request.logprobs) == len(request.output_token_ids)
+            for place, entry in enumerate(request.logprobs, start=prompt):
+                _check_entry(entry, request.token_ids[place], rows[place - 1])
+                assert len(entry.top) == params.logprobs
+        if params.prompt_logprobs is not None and request.output_token_ids:
+            assert sorted(request.prompt_logprobs) == list(range(1, prompt))
+            for place, entry in request.prompt_logprobs.items():
+                _check_entry(entry, request.token_ids[place], rows[place - 1])
+
+
+def _check_entry(entry: TokenLogprobs, token: int, row: Tensor) -> None:
+    assert entry.token_id == token
+    assert abs(entry.logprob - row[token].item()) < 1e-4
+    best = row.sort(descending=True).values[: len(entry.top)].tolist()
+    assert list(entry.top.values()) == pytest.approx(best, abs=1e-4)
+
+
 def play(model: PreTrainedModel, engine: Engine, jobs: list[Job]) -> Result:
     """Run a workload and check everything about it."""
     with engine:
         result = run(engine, jobs)
     check_invariants(engine, result.requests)
     check_tokens(model, jobs, result.requests)
+    check_logprobs(model, result.requests)
     return result
 
 
 # ------------------------------------------------------------------ random workloads
 
 _tokens = st.integers(0, VOCAB - 1)
-_params = st.builds(
-    SamplingParams,
-    max_tokens=st.integers(1, 10),
-    temperature=st.sampled_from([0.0, 0.0, 1.0]),
-    seed=st.integers(0, 3),
-    stop_token_ids=st.lists(_tokens, max_size=2).map(tuple),
-)
+
+
+@st.composite
+def params_strategy(draw: st.DrawFn) -> SamplingParams:
+    """Mostly plain requests, and some that ask for everything at once."""
+    max_tokens = draw(st.integers(1, 10))
+    plain = {
+        "max_tokens": max_tokens,
+        "temperature": draw(st.sampled_from([0.0, 0.0, 1.0])),
+        "seed": draw(st.integers(0, 3)),
+        "stop_token_ids": tuple(draw(st.lists(_tokens, max_size=2, unique=True))),
+    }
+    if draw(st.booleans()):
+        return SamplingParams(**plain)  # type: ignore[arg-type]
+    return SamplingParams(
+        **plain,  # type: ignore[arg-type]
+        min_tokens=draw(st.integers(0, max_tokens)),
+        top_k=draw(st.sampled_from([0, 1, 5])),
+        top_p=draw(st.sampled_from([1.0, 0.7])),
+        min_p=draw(st.sampled_from([0.0, 0.1])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.8])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.5])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.4])),
+        logit_bias=tuple((t, 1.5) for t in draw(st.sets(_tokens, max_size=2))),
+        logprobs=draw(st.none() | st.integers(0, 3)),
+        prompt_logprobs=draw(st.none() | st.integers(0, 2)),
+    )
+
+
+# Some begin alike, so that blocks are shared.
+prompts_strategy = st.one_of(
+    st.lists(_tokens, min_size=1, max_size=18),
+    st.integers(1, 18).map(lambda length: [i * 5 % VOCAB for i in range(length)]),
+).map(tuple)
 jobs_strategy = st.lists(
     st.builds(
         Job,
-        prompt=st.lists(_tokens, min_size=1, max_size=18).map(tuple),
-        params=_params,
+        prompt=prompts_strategy,
+        params=params_strategy(),
         arrival=st.integers(0, 8),
         abort=st.none() | st.integers(0, 25),
     ),
@@ -208,4 +300,6 @@ def configs(draw: st.DrawFn) -> EngineConfig:
         depth=draw(st.integers(0, 3)),
         carry_over=draw(st.sampled_from(["slot", "row"])),
         debug=draw(st.booleans()),
+        prefix_caching=draw(st.booleans()),
+        max_logprobs=3,
     )

@@ -21,7 +21,7 @@ from cbasync.config import EngineConfig
 from cbasync.devices import CudaDevice
 from cbasync.engine import AsyncEngine
 from cbasync.model_runner import ModelRunner
-from cbasync.models import tiny_model
+from cbasync.random_models import tiny_model
 from cbasync.sampling import SamplingParams
 
 

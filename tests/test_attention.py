@@ -18,6 +18,7 @@ from cbasync.attention import PagedBatch, paged_attention
 from cbasync.batch import BatchShape
 from cbasync.config import EngineConfig
 from cbasync.kv_cache import KVCache, blocks_for
+from cbasync.sampler import SamplerNeeds
 from cbasync.sampling import SamplingParams
 from cbasync.supported import check_supported
 from tests.oracle import Job, make_engine, play
@@ -184,7 +185,7 @@ class Batch:
             num_tokens=sum(lengths),
             num_sampled=len(rows),
             max_seq_len=max(stops),
-            is_greedy=True,
+            needs=SamplerNeeds(),
             query_lens=lengths if is_mixed else None,
             seq_lens=stops if is_mixed else None,
             num_context=sum(stops),

@@ -73,11 +73,13 @@ def test_a_chunk_before_a_decode_by_hand(bench: Bench) -> None:
     assert host(slot, "seq_lens", 2) == [11, 4]
     assert host(slot, "logits_indices", 2) == [5, 6]
     a, b = bench.scheduler.running
-    want = slot_mapping(b.block_ids, 5, 11, 4) + slot_mapping(a.block_ids, 3, 4, 4)
+    want = slot_mapping(b.blocks.block_ids, 5, 11, 4) + slot_mapping(
+        a.blocks.block_ids, 3, 4, 4
+    )
     assert host(slot, "slot_mapping", 7) == want
     assert host(slot, "token_rows", 2) == [b.row, a.row]
-    assert slot.host["block_table"][0, :3].tolist() == b.block_ids
-    assert slot.host["block_table"][1, :1].tolist() == a.block_ids
+    assert slot.host["block_table"][0, :3].tolist() == b.blocks.block_ids
+    assert slot.host["block_table"][1, :1].tolist() == a.blocks.block_ids
     assert (bench.shape.query_lens, bench.shape.seq_lens) == ((6, 1), (11, 4))
     assert bench.shape.num_sampled == output.num_sampled == 2
 
@@ -123,11 +125,11 @@ def test_sampling_values_travel_with_the_sampled_rows(bench: Bench) -> None:
     bench.add("a", [5, 6, 7], temperature=0.5, seed=3)
     bench.add("b", [*range(20, 31)], temperature=0.9, seed=4)
     _, slot = bench.next()
-    assert not bench.shape.is_greedy
-    assert slot.host["temperature"][:1].tolist() == [0.5]
+    assert bench.shape.needs.is_random
+    assert slot.host["sampling"][0, 0].tolist() == 0.5
     assert host(slot, "seeds", 1) == [3]
     _, slot = bench.next()
-    assert slot.host["temperature"][:2].tolist() == pytest.approx([0.9, 0.5])
+    assert slot.host["sampling"][:2, 0].tolist() == pytest.approx([0.9, 0.5])
     assert host(slot, "seeds", 2) == [4, 3]
 
 

@@ -22,7 +22,7 @@ from cbasync.fuse import (
     TabledRotary,
 )
 from cbasync.kv_memory import num_blocks_that_fit
-from cbasync.models import tiny_model
+from cbasync.random_models import tiny_model
 from cbasync.sampling import SamplingParams
 from tests.oracle import Job, make_engine, play
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from typing import Any
@@ -15,8 +16,9 @@ from transformers import LlamaForCausalLM
 from cbasync.config import EngineConfig
 from cbasync.devices import StreamError, ThreadsDevice
 from cbasync.engine import AsyncEngine, Engine
-from cbasync.model_runner import ModelRunner, ScriptedRunner
-from cbasync.models import tiny_model
+from cbasync.model_runner import ModelRunner
+from cbasync.random_models import tiny_model
+from cbasync.runner import ScriptedRunner
 from cbasync.sampling import SamplingParams
 from cbasync.scheduler import Scheduler, SchedulerOutput
 from tests.conftest import Machine
@@ -311,6 +313,22 @@ def test_no_thread_is_left_behind(machine: Machine) -> None:
     for _ in range(3):
         play(machine.model, on(machine, small()), [Job((1, 2))])
     assert threading.active_count() == before
+
+
+def test_an_engine_that_is_forgotten_takes_its_threads_along(
+    model: LlamaForCausalLM,
+) -> None:
+    """As when a notebook cell is run again without closing anything."""
+    before = threading.active_count()
+    engine = make_engine(model, small())
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))
+    engine.run()
+    threads = [t for t in threading.enumerate() if t.name.startswith("cbasync-")]
+    del engine
+    gc.collect()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert threading.active_count() <= before
 
 
 # ------------------------------------------------------------------ bad input

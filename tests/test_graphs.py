@@ -20,7 +20,7 @@ from cbasync.engine import AsyncEngine, Engine, SyncEngine
 from cbasync.graphs import DecodeGraphs, GraphKey, bucket_for, buckets
 from cbasync.io_slot import IOSlot, SlotLayout
 from cbasync.model_runner import ModelRunner
-from cbasync.models import tiny_model
+from cbasync.random_models import tiny_model
 from cbasync.sampling import SamplingParams
 from tests.oracle import Job, configs, jobs_strategy, make_engine, play, run
 

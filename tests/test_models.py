@@ -391,3 +391,30 @@ def test_a_failing_forward_pass_is_a_refusal(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match=r"engine's form fails.*unexpected keyword"):
         check_supported(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_rotations_chosen_by_the_company_are_refused() -> None:
+    """Longrope takes other frequencies for the whole batch when one request is long."""
+    config = transformers.Phi3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        original_max_position_embeddings=16,
+        pad_token_id=0,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 16,
+            "factor": 4.0,
+        },
+    )
+    model = transformers.Phi3ForCausalLM(config)
+    with pytest.raises(ValueError, match="beyond 16 tokens, and requests may have 32"):
+        check_supported(model, max_model_len=32)
+    check_supported(model, max_model_len=16)

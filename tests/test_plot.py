@@ -1,4 +1,4 @@
-"""Figures: exact data for small timelines, colours, decimation, files without network."""
+"""Figures: exact data for small timelines, colours, files without network."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cbasync.config import EngineConfig
-from cbasync.kv_cache import BlockManager, LeasedPool
+from cbasync.kv_cache import BlockManager, BlockTable, LeasedPool
 from cbasync.request import Request, RequestStatus
 from cbasync.sampling import SamplingParams
 from cbasync.scheduler import Scheduler, SchedulerOutput
@@ -71,7 +71,8 @@ def test_a_known_last_token_is_not_scheduled_again() -> None:
     output = s.schedule()
     assert s.schedule() is None
     assert output is not None
-    (changed,) = s.update(output, [9])
+    (kept,) = s.update(output, [9])
+    changed = kept.request
     assert changed.finish_reason == "length"
     assert changed.output_token_ids == [9]
 
@@ -140,9 +141,9 @@ def test_a_pool_without_leases_hands_on_at_once() -> None:
 
 def test_blocks_by_position() -> None:
     manager = BlockManager(num_blocks=8, block_size=4)
-    table: list[int] = []
+    table = BlockTable()
     assert [len(manager.grow(table, n)) for n in (3, 4, 5, 12)] == [1, 0, 1, 1]
-    assert manager.missing(table, 13) == 1
+    assert manager.missing(len(table), 13) == 1
     manager.release(table, until_batch=-1)
-    assert table == []
+    assert table.block_ids == []
     assert manager.pool.num_free == 8

@@ -19,7 +19,7 @@ from cbasync import (
     make_device,
 )
 from cbasync.engine import Engine
-from cbasync.models import tiny_model
+from cbasync.random_models import tiny_model
 from cbasync.timeline import PHASES, side_by_side
 from tests.oracle import Job, expected
 

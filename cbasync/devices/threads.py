@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -35,22 +36,35 @@ class ThreadsEvent(Event):
         self.device.raise_error()  # type: ignore[attr-defined]
 
 
-class ThreadsStream(Stream):
-    """A first-in-first-out worker thread; PyTorch's kernels leave the host free.
+_Queue = queue.SimpleQueue[Callable[[], None] | None]
 
-    Ops run without gradients whatever the caller's mode is, since that mode belongs
-    to a thread and not to a tensor.
+
+def _work(items: _Queue) -> None:
+    """What a stream's thread does: one op after the other, without gradients.
+
+    The grad mode belongs to a thread and not to a tensor, whatever the caller's is.
     """
+    with torch.no_grad():
+        while (item := items.get()) is not None:
+            item()
+            del item  # an op holds on to its engine
+
+
+class ThreadsStream(Stream):
+    """A first-in-first-out worker thread; PyTorch's kernels leave the host free."""
 
     device: ThreadsDevice
 
     def __init__(self, device: ThreadsDevice, name: str) -> None:
         super().__init__(device, name)
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: _Queue = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=self._work, name=f"cbasync-{name}", daemon=True
+            target=_work, args=(self._queue,), name=f"cbasync-{name}", daemon=True
         )
         self._thread.start()
+        # The thread knows its queue and nothing else, so that a stream which is simply
+        # forgotten, as when a notebook cell is run again, takes its thread along.
+        self._end = weakref.finalize(self, self._queue.put, None)
 
     def _launch(self, op: Callable[[], None], access: Access) -> None:
         self._queue.put(lambda: self._run(op, access))
@@ -67,13 +81,8 @@ class ThreadsStream(Stream):
 
     def close(self) -> None:
         """Let the thread finish its queue and end."""
-        self._queue.put(None)
+        self._end()
         self._thread.join()
-
-    def _work(self) -> None:
-        with torch.no_grad():
-            while (item := self._queue.get()) is not None:
-                item()
 
     def _run(self, op: Callable[[], None], access: Access) -> None:
         device = self.device
