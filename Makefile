@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 # One thread: what is measured and compared must not depend on the number of cores.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
-.PHONY: help setup demo test test-long coverage mutation check lab clean
+.PHONY: help setup demo test test-long coverage mutation notebooks check lab figures clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -59,13 +59,19 @@ coverage: $(READY)  ## run the tests and say which lines of the package none of 
 mutation: $(READY)  ## plant small mistakes in the core, one at a time: do the tests notice?
 	@OMP_NUM_THREADS=1 $(PY) tools/mutation.py $(ARGS)
 
+notebooks: $(READY)  ## run the notebooks and try them in a browser, if there is one
+	@$(PYTEST) -m "notebooks or browser" $(ARGS)
+
 check: $(READY)  ## lint, formatting, types
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@$(PY) -m mypy
 
-lab: $(READY)  ## open JupyterLab, reachable from this machine only
-	@$(PY) -m jupyterlab --ip=127.0.0.1 $(ARGS) $(wildcard notebooks)
+lab: $(READY)  ## open the timeline explorer in JupyterLab, for this machine only
+	@$(PY) -m jupyterlab --ip=127.0.0.1 $(ARGS) notebooks/11_timeline_explorer.ipynb
+
+figures: $(READY)  ## draw the notebooks' expected figures again
+	@$(PY) -m cbasync.figures notebooks/figures
 
 clean:  ## remove .venv, build products and caches
 	rm -rf $(VENV) build dist *.egg-info

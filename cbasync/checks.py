@@ -69,13 +69,3 @@ def idle_share(function: Callable[[Bars], float]) -> None:
         Case(([(0, 8), (1, 2), (9, 10)],), 1 / 10, "Which bar ends last, so far?"),
     ]
     check("idle_share", function, cases)
-
-
-def break_even_ms(function: Callable[[float, float], float]) -> None:
-    """11: the idle time a step at depth 1, from host and compute time."""
-    cases = [
-        Case((5, 20), 0, "Is the host done before the GPU is?"),
-        Case((20, 20), 0, "Who waits when both take as long?"),
-        Case((25, 20), 5, "How much longer than the GPU does the host take?"),
-    ]
-    check("break_even_ms", function, cases)

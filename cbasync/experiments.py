@@ -181,7 +181,7 @@ def fitted(sync: Measured, overlapped: Measured, base: Setting) -> CostModel:
     for _ in range(3):  # the time is linear in what is added, up to rounding
         missing_s = sync.result["total_s"] - predicted_s(model, base)
         steps = sync.result["steps"] - 1
-        fixed_us = model.prepare.fixed_us + 1e6 * missing_s / steps
+        fixed_us = max(0.0, model.prepare.fixed_us + 1e6 * missing_s / steps)
         model = replace(model, prepare=replace(model.prepare, fixed_us=fixed_us))
     return model
 
@@ -283,7 +283,29 @@ def series_table(result: Result) -> str:
     rows = _ROWS[result["experiment"]](result)
     machine = result["machine"]
     where = f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}"
-    return f"{table(rows)}\n{where}"
+    parts = [table(rows)]
+    if result["experiment"] == "ladder":
+        parts.append(ladder_chart(result))
+    return "\n\n".join([*parts, where])
+
+
+def ladder_chart(result: Result, width: int = 40) -> str:
+    """What each step brought: a bar as long as a decode step, wrong ones hollow.
+
+    >>> steps = [{"step": "sync", "total_s": 0.8, "steps": 9, "wrong_tokens": 0.0},
+    ...          {"step": "one slot", "total_s": 0.4, "steps": 9, "wrong_tokens": 0.5}]
+    >>> print(ladder_chart({"steps": steps}, width=8))
+    sync       100.00 ms ########
+    one slot    50.00 ms ....
+    """
+    steps = result["steps"]
+    lengths = [1e3 * s["total_s"] / max(1, s["steps"] - 1) for s in steps]
+    names = max(len(s["step"]) for s in steps)
+    return "\n".join(
+        f"{s['step']:{names}} {ms:8.2f} ms "
+        + ("." if s["wrong_tokens"] else "#") * round(width * ms / max(lengths))
+        for s, ms in zip(steps, lengths, strict=True)
+    )
 
 
 def _ladder_rows(result: Result) -> list[Sequence[object]]:

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 PHASES = ("schedule", "prepare", "h2d", "compute", "d2h", "update")
 LANES = ("cpu", "h2d", "compute", "d2h")
 
+# A profiler's names for copies; tools tell them from kernels by these.
+COPIES = {"h2d": "Memcpy HtoD", "d2h": "Memcpy DtoH"}
+
 # What a profiler calls the work of a lane; tools that read its traces look for these.
 CATEGORIES = {
     "cpu": "user_annotation",
@@ -128,7 +131,8 @@ def _event(span: Span, number: int) -> dict[str, Any]:
     }
     if span.lane != "cpu":
         args |= {"device": 0, "stream": tid, "correlation": number + 1}
-    words = (span.phase, str(span.batch) if span.batch >= 0 else "", span.slot_letter)
+    phase = COPIES.get(span.lane, span.phase)
+    words = (phase, str(span.batch) if span.batch >= 0 else "", span.slot_letter)
     return {
         "ph": "X",
         "cat": CATEGORIES[span.lane],

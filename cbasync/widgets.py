@@ -186,7 +186,7 @@ class Explorer:
         with self.figure.batch_update():
             for trace, new in zip(self.figure.data, spec["data"], strict=True):
                 _update(trace, new)
-            self.figure.layout.update(spec["layout"])
+            _update_layout(self.figure.layout, spec["layout"])
         self.verdict.value = _sentence(verdict)
         self.num_redraws += 1
 
@@ -216,10 +216,24 @@ def _update(trace: Any, new: Spec) -> None:
     for name in _CHANGING:
         if name in new:
             trace[name] = new[name]
-    if "marker" in new:
-        trace.marker.update(new["marker"])
-    if "textfont" in new:
+    if trace.type == "bar":
         trace.textfont.color = new["textfont"]["color"]
+        if "pattern" in new["marker"]:
+            trace.marker.pattern.fgcolor = new["marker"]["pattern"]["fgcolor"]
+        else:
+            trace.marker.color = new["marker"]["color"]
+    elif "symbol" in new.get("marker", {}):
+        trace.marker.symbol = new["marker"]["symbol"]
+        trace.marker.size = new["marker"]["size"]
+
+
+def _update_layout(layout: Any, new: Spec) -> None:
+    layout.annotations = new["annotations"]
+    layout.height = new["height"]
+    layout.xaxis.range = new["xaxis"]["range"]
+    layout.xaxis.title.text = new["xaxis"]["title"]["text"]
+    for name in ("range", "tickvals", "ticktext"):
+        layout.yaxis[name] = new["yaxis"][name]
 
 
 def _slider(name: str, settings: Settings) -> Any:

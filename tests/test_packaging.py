@@ -235,7 +235,8 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 import cbasync
 for module in pkgutil.walk_packages(cbasync.__path__, "cbasync."):
-    if module.name not in {"cbasync.plot", "cbasync.widgets"}:
+    # Triton comes with CUDA builds of torch only; one function imports it when needed.
+    if module.name not in {"cbasync.plot", "cbasync.widgets", "cbasync.paged_triton"}:
         importlib.import_module(module.name)
         print(module.name)
 """

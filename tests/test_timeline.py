@@ -561,9 +561,9 @@ def test_trace_events_look_like_a_profilers() -> None:
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [(e["name"], e["cat"], e["tid"], e["ts"], e["dur"]) for e in events] == [
         ("prepare 0 A", "user_annotation", 0, 0, 3000),
-        ("h2d 0 A", "gpu_memcpy", 1, 3000, 1000),
+        ("Memcpy HtoD 0 A", "gpu_memcpy", 1, 3000, 1000),
         ("compute 0 A", "kernel", 2, 4000, 8000),
-        ("d2h 0 A", "gpu_memcpy", 3, 12000, 1000),
+        ("Memcpy DtoH 0 A", "gpu_memcpy", 3, 12000, 1000),
         ("update 0 A", "user_annotation", 0, 13000, 2000),
     ]
     assert events[2]["args"] == {
