@@ -27,10 +27,14 @@ def demo_command(parser: argparse.ArgumentParser) -> Run:
 
     def run(args: argparse.Namespace) -> None:
         from cbasync import demo
+        from cbasync.simulate import published_experiment
 
         setup = demo.set_up(args.model, args.device, args.prompts, args.depth)
         result = demo.run(setup)
-        print(_as_json(result.as_json()) if args.json else result)
+        if args.json:
+            print(_as_json(result.as_json()))
+        else:
+            print(f"{result}\n\n{published_experiment()}")
 
     return run
 

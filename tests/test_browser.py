@@ -220,6 +220,15 @@ def test_stepper_changes_its_tables(page: Any) -> None:
     picture(page, "stepper")
 
 
+def test_figures_of_recorded_runs_are_drawn(page: Any) -> None:
+    titles = page.locator(".js-plotly-plot", has_text="GPU active")
+    for words in ("transformers-cpu-random-tiny", "published", "host time added"):
+        page.locator(f"text={words}").first.scroll_into_view_if_needed()
+    assert titles.count() >= 2
+    page.wait_for_timeout(500)
+    picture(page, "recorded")
+
+
 def test_nothing_left_loopback(page: Any) -> None:
     local = ("http://127.0.0.1", "ws://127.0.0.1", "data:", "blob:", "about:")
     assert [url for url in page.asked if not url.startswith(local)] == []
