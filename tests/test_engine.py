@@ -136,6 +136,26 @@ def test_seeded_sampling_is_the_same_alone_in_company_and_after_preemption(
     )
 
 
+@given(config=configs(), jobs=jobs_strategy)
+def test_the_form_that_a_gpu_computes_decodes_in(
+    model: LlamaForCausalLM, config: EngineConfig, jobs: list[Job]
+) -> None:
+    """Tensors in, a tensor out, as graphs and the compiler need it; here on the CPU."""
+    engine = make_engine(model, config)
+    runner: Any = engine.runner
+    runner._compiled = runner._decode_logits
+    play(model, engine, jobs)
+
+
+def test_a_prompt_of_one_token_that_asks_for_logprobs(model: LlamaForCausalLM) -> None:
+    """It looks like a decode, and every place of it has to be looked at."""
+    engine = make_engine(model, small())
+    runner: Any = engine.runner
+    runner._compiled = runner._decode_logits
+    params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=1)
+    play(model, engine, [Job((0,), params), Job((5,), params, arrival=1)])
+
+
 # ------------------------------------------------------------------ what a stop costs
 
 

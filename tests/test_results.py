@@ -1,0 +1,57 @@
+"""Figures in the README and recorded results say the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+_RUN = r"\| ([\d.]+) s \| ([\d.]+) % "
+ROW = re.compile(rf"{_RUN}{_RUN}\| `(data/results/\S+)` \|")
+ROWS = ROW.findall(README)
+
+
+def result(path: str) -> dict[str, Any]:
+    return dict(json.loads((ROOT / path).read_text()))
+
+
+def test_both_published_runs_are_in_the_readme() -> None:
+    names = {Path(row[-1]).name for row in ROWS}
+    assert names == {p.name for p in (ROOT / "data/results").glob("published-*.json")}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: Path(row[-1]).stem)
+def test_a_row_is_what_was_recorded(row: tuple[str, ...]) -> None:
+    *shown, path = row
+    recorded = result(path)
+    figures = [
+        f"{recorded[mode][key] * scale:.{digits}f}"
+        for mode in ("sync", "async")
+        for key, scale, digits in (("total_s", 1, 1), ("gpu_active", 100, 2))
+    ]
+    assert shown == figures
+    assert recorded["tokens_equal"]
+    assert recorded["gpu"] == "NVIDIA H200"
+    assert recorded["machine"]["command"]
+
+
+def names_in(table: str) -> set[str]:
+    """File names in back quotes; one in braces stands for each of its choices."""
+    names = set()
+    for name in re.findall(r"`((?:prompts|results|traces)/[^`]+)`", table):
+        parts = re.split(r"\{([^}]+)\}", name)
+        choices = [p.split(",") if i % 2 else [p] for i, p in enumerate(parts)]
+        names |= {"".join(chosen) for chosen in itertools.product(*choices)}
+    return names
+
+
+def test_every_file_has_a_row_and_every_row_a_file() -> None:
+    data = ROOT / "data"
+    files = {str(p.relative_to(data)) for p in data.glob("*/*") if p.is_file()}
+    assert names_in((data / "README.md").read_text()) == files
