@@ -87,14 +87,14 @@ class ScriptedRunner:
         carry_over: CarryOver,
     ) -> None:
         """One gather and one formula instead of a forward pass."""
-        inputs, tokens = io_slot.device, slice(shape.num_tokens)
-        sampled = slice(shape.num_sampled)
-        input_ids = inputs["input_ids"][tokens].long()
+        inputs, sampled = io_slot.device, slice(shape.num_sampled)
+        last = inputs["logits_indices"][sampled]
+        token = inputs["input_ids"].index_select(0, last)
         source = carry_over.source(previous)
         if source is not None:
-            input_ids = carry(input_ids, inputs["carry_over"][tokens], source)
-        last = inputs["logits_indices"][sampled].long()
-        chosen = self.script(input_ids[last], inputs["positions"][last].long())
+            carried_from = inputs["carry_over"].index_select(0, last)
+            token = carry(token, carried_from, source)
+        chosen = self.script(token, inputs["positions"].index_select(0, last))
         io_slot.device_sampled[sampled] = chosen
         carry_over.publish(chosen, inputs["token_rows"][sampled])
 

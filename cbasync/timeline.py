@@ -89,10 +89,20 @@ class Timeline:
 
     name: str = ""
     spans: list[Span] = field(default_factory=list)
+    max_spans: int = 400_000  # about 60,000 batches; beyond that the newest are kept
 
     def add(self, span: Span) -> None:
-        """Keep a span; one append, so that several threads may call it."""
+        """Keep a span; several threads may call it.
+
+        >>> timeline = Timeline(max_spans=4)
+        >>> for batch in range(6):
+        ...     timeline.add(Span("compute", "compute", batch, 0, batch, batch + 1))
+        >>> timeline.batches()
+        [2, 3, 4, 5]
+        """
         self.spans.append(span)
+        if len(self.spans) > self.max_spans:
+            del self.spans[: self.max_spans // 2]  # rarely, and half of it at once
 
     def clear(self) -> None:
         self.spans.clear()
