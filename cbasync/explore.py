@@ -212,13 +212,16 @@ def _why_idle(timeline: Timeline) -> str:
     )
 
 
+_WORDS = {"h2d": "the copy in", "sync": "the copy back", "host": "the loop itself"}
+
+
 def _per_batch(timeline: Timeline) -> str:
     """Idle time between two batches, and its causes from the largest down."""
     gaps = max(1, len(timeline.batches()) - 1)
     causes = timeline.idle_by_cause()
     named = sorted(causes.items(), key=lambda item: -item[1])
     parts = [
-        f"{us / gaps / 1000:.1f} for {cause}"
+        f"{us / gaps / 1000:.1f} for {_WORDS.get(cause, cause)}"
         for cause, us in named
         if us > 0.02 * timeline.idle_us
     ]

@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from cbasync.explore import PRESETS, explore
+from cbasync.paper import Drawing
 from cbasync.svg import timeline_svg
+from cbasync.timeline import Timeline
+from cbasync.trace import NO_WORK
 
 BATCHES = 5
 
 
+def _bare(drawing: Drawing) -> Drawing:
+    """Without counts of bytes and tokens: a picture is of when, not of how much."""
+    timeline = drawing.timeline
+    spans = [replace(span, work=NO_WORK) for span in timeline.spans]
+    return replace(drawing, timeline=Timeline(timeline.name, spans))
+
+
 def _preset(name: str) -> Callable[[], str]:
     def draw() -> str:
-        return timeline_svg(*explore(PRESETS[name]).drawings, max_batches=BATCHES)
+        drawings = map(_bare, explore(PRESETS[name]).drawings)
+        return timeline_svg(*drawings, max_batches=BATCHES)
 
     return draw
 

@@ -81,7 +81,6 @@ def _bars(bars: Sequence[Bar], shown_ms: float) -> Spec:
             bar.text if bar.length_ms > (len(bar.text) + 1) * letter_ms else ""
             for bar in bars
         ],
-        "constraintext": "none",
         "textposition": "inside",
         "insidetextanchor": "middle",
         "textangle": 0,
@@ -206,6 +205,8 @@ def _layout(paper: Paper, shown_ms: float, title: str) -> Spec:
             "showgrid": False,
             "zeroline": False,
         },
+        # On a narrow page letters that would have to shrink are left out instead.
+        uniformtext={"mode": "hide", "minsize": 10},
         dragmode="pan",
     )
 

@@ -33,6 +33,7 @@ FLAGS = [
     "--disable-quic",
     "--no-first-run",
 ]
+ASKED: list[str] = []  # every address that the page has asked for
 NEEDED = ("jupyterlab", "playwright", "plotly", "anywidget", "ipywidgets")
 
 pytestmark = [
@@ -53,6 +54,10 @@ RUN_ALL = """async () => {
   await panel.sessionContext.session.kernel.info;
   await jupyterapp.commands.execute("notebook:run-all-cells");
 }"""
+
+# Run-all may return a moment before the last counts have arrived.
+ALL_COUNTED = """() => jupyterapp.shell.currentWidget.content.model.toJSON().cells
+  .every(cell => cell.cell_type !== "code" || cell.execution_count)"""
 
 # Widths and places of the bars of one figure, as they are on the screen.
 BARS = """() => [...document.querySelectorAll(".js-plotly-plot")]
@@ -122,13 +127,14 @@ def page(lab: str) -> Iterator[Any]:
         width = int(os.environ.get("CBASYNC_BROWSER_WIDTH", "1300"))
         page = browser.new_page(viewport={"width": width, "height": 2400})
         page.set_default_timeout(60_000)
-        page.asked = []
-        page.on("request", lambda request: page.asked.append(request.url))
+        ASKED.clear()
+        page.on("request", lambda request: ASKED.append(request.url))
         path = "notebooks/11_timeline_explorer.ipynb"
         page.goto(f"{lab}/lab/tree/{path}?token={TOKEN}")
         page.wait_for_selector(".jp-Notebook")
         page.wait_for_function("() => window.jupyterapp?.shell.currentWidget?.revealed")
         page.evaluate(RUN_ALL)
+        page.wait_for_function(ALL_COUNTED)
         page.locator("text=See it").last.scroll_into_view_if_needed()
         page.wait_for_selector(".widget-slider")
         page.wait_for_function(f"() => (({BARS})() || []).length > 20")
@@ -176,7 +182,7 @@ def test_all_cells_have_run(page: Any) -> None:
         "() => jupyterapp.shell.currentWidget.content.model.toJSON()"
     )
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(cell["execution_count"] for cell in code)
+    assert len(code) > 10
     failed = [
         cell["source"]
         for cell in code
@@ -221,15 +227,16 @@ def test_stepper_changes_its_tables(page: Any) -> None:
 
 
 def test_figures_of_recorded_runs_are_drawn(page: Any) -> None:
-    titles = page.locator(".js-plotly-plot", has_text="GPU active")
-    for words in ("transformers-cpu-random-tiny", "published", "host time added"):
-        page.locator(f"text={words}").first.scroll_into_view_if_needed()
-    assert titles.count() >= 2
-    page.wait_for_timeout(500)
+    plots = page.locator(".js-plotly-plot")
+    assert plots.count() == 6  # explorer, blocks, activity, peer, recorded, gain
+    plots.last.scroll_into_view_if_needed()
+    for words in ("transformers-cpu-random-tiny", "sync", "predicted"):
+        assert plots.filter(has_text=words).count() >= 1
     picture(page, "recorded")
 
 
 def test_nothing_left_loopback(page: Any) -> None:
+    assert page.url.startswith("http://127.0.0.1")
     local = ("http://127.0.0.1", "ws://127.0.0.1", "data:", "blob:", "about:")
-    assert [url for url in page.asked if not url.startswith(local)] == []
-    assert any("plotly" in url or "anywidget" in url for url in page.asked)
+    assert [url for url in ASKED if not url.startswith(local)] == []
+    assert any("plotly" in url or "anywidget" in url for url in ASKED)

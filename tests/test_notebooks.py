@@ -37,7 +37,8 @@ Notebook = nbformat.NotebookNode
 
 
 def read(path: Path) -> Notebook:
-    return nbformat.read(path, as_version=4)
+    notebook: Notebook = nbformat.read(path, as_version=4)
+    return notebook
 
 
 def tags(cell: Notebook) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -188,13 +189,9 @@ def test_every_batch_of_the_engine_has_its_chain_of_events() -> None:
 
 
 def test_race_is_marked_where_the_second_access_is() -> None:
-    detector = RaceDetector()
-    for name in ("x", "y"):
-        resource = [f"slot A {name}"]
-        detector.on_launch("h2d", Access("h2d", 1, 0, tuple, lambda r=resource: r))
-        detector.on_launch(
-            "compute", Access("compute", 1, 0, lambda r=resource: r, tuple)
-        )
+    detector, slot = RaceDetector(), ("slot A x", "slot A y")
+    detector.on_launch("h2d", Access("h2d", 1, 0, tuple, lambda: slot))
+    detector.on_launch("compute", Access("compute", 1, 0, lambda: slot, tuple))
     marks = traces(timeline_spec(Drawing(in_turns(), races=detector.races)))["race"]
     assert (marks["x"], marks["y"]) == ([19], [3])  # one mark for both arrays
     assert "race: no h2d_done" in marks["customdata"][0]
@@ -383,3 +380,16 @@ def test_html_needs_no_network(tmp_path: Path) -> None:
     assert len(text) > 1_000_000  # plotly itself is inside
     with pytest.raises(ValueError, match=r"\.html, \.svg or \.png"):
         save(timeline_spec(in_turns()), tmp_path / "run.bmp")
+
+
+@needs_plotly
+@pytest.mark.browser
+@pytest.mark.skipif(
+    importlib.util.find_spec("kaleido") is None
+    or not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
+    reason="needs kaleido and a Chromium",
+)
+def test_svg_and_png_are_written(tmp_path: Path) -> None:
+    for name, start in (("run.svg", b"<svg"), ("run.png", b"\x89PNG")):
+        save(timeline_spec(in_turns()), tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(start)

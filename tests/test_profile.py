@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import importlib.util
 import json
 import re
@@ -21,6 +22,7 @@ from cbasync.devices import Device, SimDevice, make_device
 from cbasync.engine import AsyncEngine
 from cbasync.foreign_trace import iter_events, load_timeline, read_profile
 from cbasync.model_runner import ModelRunner
+from cbasync.models import tiny_model
 from cbasync.mutants import EVEN_COSTS
 from cbasync.profile import profile
 from cbasync.sampling import SamplingParams
@@ -45,7 +47,7 @@ def raw_idle_share(events: list[dict[str, Any]]) -> float:
     for start, stop in bars:
         idle += max(0.0, start - end)
         end = max(end, stop)
-    return idle / (end - bars[0][0])
+    return float(idle / (end - bars[0][0]))
 
 
 def small_engine(model: LlamaForCausalLM, device: Device) -> AsyncEngine:
@@ -110,6 +112,25 @@ def test_file_is_named_as_the_plugin_wants_it(
         engine.run()
     assert recording.path.parent == folder
     assert re.fullmatch(r".+_tiny\.pt\.trace\.json\.gz", recording.path.name)
+
+
+@pytest.mark.gpu
+def test_profile_on_a_gpu_agrees_with_its_raw_kernels(tmp_path: Path) -> None:
+    model = tiny_model().to("cuda")  # type: ignore[arg-type]
+    with small_engine(model, make_device("cuda")) as engine:
+        with profile(engine, tmp_path) as recording:
+            engine.run()
+        batches = engine.timeline.batches()
+    read = recording.read()
+    run = read.timeline()
+    kernels = [
+        event
+        for event in raw_events(recording.path)
+        if event.get("cat") in ("kernel", "gpu_memset")
+    ]
+    assert read.has_device
+    assert set(batches) <= {span.batch for span in run.lane("compute")}
+    assert 1 - run.gpu_active == pytest.approx(raw_idle_share(kernels), rel=1e-3)
 
 
 # -- foreign traces --------------------------------------------------------------------
@@ -355,11 +376,11 @@ def _runs(address: str) -> list[str]:
 def test_holistic_trace_analysis_reads_our_trace(
     model: LlamaForCausalLM, tmp_path: Path
 ) -> None:
-    from hta.trace_analysis import TraceAnalysis
+    hta = importlib.import_module("hta.trace_analysis")
 
     run = simulated_run(model)
     run.save(tmp_path / "rank0.json")
-    analysis = TraceAnalysis(trace_files={0: str(tmp_path / "rank0.json")})
+    analysis = hta.TraceAnalysis(trace_files={0: str(tmp_path / "rank0.json")})
     breakdown = analysis.get_temporal_breakdown(visualize=False)
     assert float(breakdown["compute_time(us)"][0]) == pytest.approx(
         run.gpu_busy_us, rel=1e-3
