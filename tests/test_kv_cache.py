@@ -102,6 +102,7 @@ def test_a_table_grows_by_what_is_missing() -> None:
     assert manager.grow(table, 4) == [0]
     assert manager.grow(table, 1) == []  # less than it has: nothing to take or give
     assert manager.grow(table, 9) == [1, 2]
+    assert manager.missing(len(table), 4) == 0
     assert len(table) == 3
     assert str(manager) == "ooo.  3 of 4 blocks held"
 
@@ -146,6 +147,34 @@ def test_two_owners_of_one_block() -> None:
     assert manager.pool.owner_flags() == "o.o"
     manager.release(other, until_batch=-1)
     assert manager.pool.owner_flags() == "..."
+
+
+def test_a_table_says_how_many_tokens_it_has_room_for() -> None:
+    manager = BlockManager(num_blocks=4, block_size=4)
+    table, other = BlockTable(), BlockTable()
+    assert table.capacity == 0
+    manager.grow(table, 5)
+    assert table.capacity == 8
+    manager.publish(table, 0, (1, 2, 3, 4))
+    manager.adopt(other, [0])
+    assert other.capacity == 4
+    manager.release(table, until_batch=-1)
+    assert table.capacity == 0
+
+
+def test_a_block_is_named_by_all_that_comes_before_it() -> None:
+    """The names of blocks are not their numbers: here they count from 0 and from 1."""
+    manager = BlockManager(num_blocks=8, block_size=2)
+    table, other = BlockTable(), BlockTable()
+    manager.grow(BlockTable(), 1)
+    manager.grow(table, 6)
+    for index, tokens in enumerate([(1, 2), (3, 4), (5, 6)]):
+        manager.publish(table, index, tokens)
+    assert manager.find([1, 2, 3, 4, 5, 6, 0]) == table.block_ids == [1, 2, 3]
+    manager.adopt(other, table.block_ids[:2])
+    assert manager.grow(other, 6) == [4]
+    manager.publish(other, 2, (7, 8))
+    assert manager.find([1, 2, 3, 4, 7, 8, 0]) == other.block_ids == [1, 2, 4]
 
 
 def test_without_leases_blocks_change_hands_at_once() -> None:

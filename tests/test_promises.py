@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from cbasync.carry_over import RowCarryOver, SlotCarryOver, carry, make_carry_over
 from cbasync.config import EngineConfig
+from cbasync.devices import SimDevice
+from cbasync.io_slot import IOSlot, SlotLayout
 from cbasync.request import Request, RequestStatus
 from cbasync.sampling import SamplingParams
 from cbasync.scheduler import Occurrence, Scheduler, SchedulerOutput
@@ -175,6 +179,7 @@ def test_what_a_request_has_been_promised() -> None:
     s.add(one)
     assert (one.num_tokens, one.num_pending_tokens, one.last_batch) == (5, 0, -1)
     first = next_batch(s)
+    assert one.status is RequestStatus.RUNNING
     assert (one.num_computed_tokens, one.num_pending_tokens) == (5, 1)
     assert (one.last_batch, one.last_rank) == (0, 0)
     second = next_batch(s)
@@ -232,6 +237,33 @@ def test_slot_to_slot_rests_when_it_missed_the_batch_before() -> None:
         assert ("a" not in parts(second)) == rests
         s.update(first, [1, 1])
         assert "a" in parts(next_batch(s))
+
+
+def test_only_who_carries_a_token_reads_where_it_waits() -> None:
+    """Both families name what they read, and a batch of prompts reads nothing."""
+    device = SimDevice()
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=4)
+    previous = IOSlot(0, device, SlotLayout.of(config))
+    slot, rows = SlotCarryOver(), RowCarryOver(device, 4)
+    for family in (slot, rows):
+        assert family.reads(previous, []) == []
+    assert slot.reads(previous, [0]) == previous.sampled("device")
+    assert rows.reads(previous, [3, 1]) == ["token row 3", "token row 1"]
+    assert (slot.writes([2]), rows.writes([2])) == ([], ["token row 2"])
+
+
+def test_an_index_that_a_race_left_behind_gives_a_token_and_no_crash() -> None:
+    tokens = torch.tensor([11, 12, 13])
+    for index in (2, 3, 4, 99):
+        assert carry(torch.tensor([5]), torch.tensor([index]), tokens).tolist() == [13]
+
+
+def test_tokens_wait_in_one_row_more_than_requests_can_have() -> None:
+    """The last one is for the tokens of padding."""
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=4, carry_over="row")
+    source = make_carry_over(config, SimDevice()).source(None)
+    assert source is not None
+    assert source.tolist() == [0] * (config.num_rows + 1)
 
 
 # ------------------------------------------------------------------ update
@@ -481,6 +513,34 @@ def test_generated_tokens_are_published_with_their_block() -> None:
         chain.append(len(one.blocks.chain))
     assert chain == [0, 1, 1, 1, 1, 2]  # the fourth token of a block fills it
     assert s.blocks.find([1, 2, 3, 50, 51, 52, 53, 54, 55]) == one.blocks.block_ids[:2]
+
+
+def test_without_prefix_caching_nothing_is_published() -> None:
+    s = scheduler(prefix_caching=False)
+    one = request("a", 8)
+    s.add(one)
+    s.update(next_batch(s), [0])
+    assert one.blocks.chain == []
+
+
+def test_who_needs_every_position_finds_nothing() -> None:
+    s = scheduler()
+    settle(s, request("a", 10, max_tokens=1))
+    again = request("b", 10, max_tokens=1, arrival=1)
+    again.params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    s.add(again)
+    assert parts(next_batch(s)) == {"b": (0, 10)}
+
+
+def test_a_chunk_of_an_aborted_prompt_publishes_nothing() -> None:
+    s = scheduler(max_num_batched_tokens=4)
+    one = request("a", 8)
+    s.add(one)
+    output = next_batch(s)
+    s.abort(one)
+    s.schedule()
+    assert s.update(output, []) == []
+    assert s.blocks.find([*range(1, 9)]) == one.blocks.chain == []
 
 
 @pytest.mark.parametrize("ending", ["abort", "preempt"])
