@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Integral
+from typing import Any, Literal
 
 CarryOverFamily = Literal["slot", "row"]
 
@@ -14,7 +16,7 @@ EDGES: dict[str, str] = {
     "compute_done": "tokens are sampled before they are copied to the host",
     "d2h_done": "the copy to the host is over before the host reads it",
     "slot_refill": "a slot's host buffers are read before they are filled again",
-    "slot_reuse": "a slot's device inputs are used before they are overwritten",
+    "slot_reuse": "a slot's device inputs and tokens are used before they are replaced",
     "compute_order": "batch n has computed before batch n+1 carries its tokens over",
     "block_lease": "a block's last batch is collected before its next owner has it",
 }
@@ -40,7 +42,7 @@ class EngineConfig:
     max_num_seqs: int = 32  # most requests in one batch
     max_num_batched_tokens: int = 512  # most tokens in one batch
     block_size: int = 16  # tokens per block of the KV cache
-    num_blocks: int = 1024  # blocks in the KV cache; 0: as many as fit into memory
+    num_blocks: int = 1024  # blocks in the KV cache; 0: for full seats, if they fit
     max_model_len: int = 2048  # most tokens of one request, prompt and output
     depth: int = 1  # batches the host runs ahead, 0 .. 3
     carry_over: CarryOverFamily = "slot"
@@ -83,6 +85,7 @@ class EngineConfig:
                 f"ablate names {edge!r}, the edges are {', '.join(EDGES)}: "
                 "choose among them"
             )
+        self._check_warm_up()
         _at_least("num_slots", self.num_slots, 0)
         if self.num_slots == 0:
             # With enough slots these two edges follow from collecting in order: only a
@@ -90,6 +93,23 @@ class EngineConfig:
             is_short = bool(self.ablate & {"slot_refill", "slot_reuse"})
             slots = max(1, self.default_num_slots - is_short)
             object.__setattr__(self, "num_slots", slots)
+
+    def _check_warm_up(self) -> None:
+        given: object = self.warm_up
+        if given == "all":
+            return
+        if not isinstance(given, Iterable) or isinstance(given, str):
+            raise ValueError(
+                f"warm_up is {given!r}, a list of batch sizes or 'all' is needed: "
+                "give one of them"
+            )
+        object.__setattr__(self, "warm_up", tuple(given))
+        for size in self.warm_up:
+            if size not in range(1, self.max_batch_requests + 1):
+                raise ValueError(
+                    f"warm_up holds {size!r}, a decode batch has 1 to "
+                    f"{self.max_batch_requests} rows: name sizes among these"
+                )
 
     @property
     def default_num_slots(self) -> int:
@@ -124,8 +144,8 @@ class EngineConfig:
         return not self.ablate and self.num_slots >= self.default_num_slots
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _at_least(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} is {value!r}, a whole number is needed: give an int")
     if value < least:
         raise ValueError(

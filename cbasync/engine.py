@@ -43,6 +43,15 @@ def block_names(blocks: Iterable[int]) -> list[Resource]:
     return [f"block {block}" for block in blocks]
 
 
+def _check_same(scheduled: EngineConfig, config: EngineConfig) -> None:
+    for name, value in vars(config).items():
+        if (other := getattr(scheduled, name)) != value:
+            raise ValueError(
+                f"{name} is {other!r} in the scheduler's config, {value!r} in the "
+                "engine's: make both with the same one"
+            )
+
+
 class Engine:
     """What both engines share: requests in, launch and collect, requests out.
 
@@ -66,12 +75,13 @@ class Engine:
             )
         self.runner = runner
         self.scheduler = scheduler or Scheduler(config, policy)
+        _check_same(self.scheduler.config, config)
         self.requests: dict[str, Request] = {}
         self.error: BaseException | None = None
         self.is_closed = False
         self._is_waiting = False
         self.in_flight: deque[InFlight] = deque()
-        self.intake = Intake(config, runner.vocab_size)
+        self.intake = Intake(config, runner.vocab_size, self.requests)
         self.counters = RunCounters(config, self.device.now_us())
         self._arrivals = count()
         try:  # the most likely to fail, so before any stream is made
@@ -132,8 +142,15 @@ class Engine:
         return self.intake.new_request(prompt_token_ids, *args, **options)
 
     def submit(self, request: Request) -> None:
-        """Queue a request for the next batches; from any thread."""
+        """Queue a request for the next batches, once; from any thread."""
         self._check_usable()
+        if request.arrival >= 0:
+            raise ValueError(f"{request!r} was submitted before: make a new one")
+        if request.params.stop and request.on_token is None:
+            raise ValueError(
+                f"stop is {request.params.stop!r}, an engine sees tokens and no texts: "
+                "use LLM, or give the request an on_token"
+            )
         name = request.request_id
         # One step, so that of two threads with one name only one gets through.
         if (other := self.requests.setdefault(name, request)) is not request:
@@ -210,8 +227,9 @@ class Engine:
     def _start_over(self, cause: BaseException) -> None:
         self.device.synchronize()
         self.in_flight.clear()
-        self._end_all(cause)
+        # In this order: what another thread submits in between is ended, never lost.
         self.scheduler.start_over()
+        self._end_all(cause)
 
     def fail(self, cause: BaseException) -> None:
         """End every request; the engine cannot be used any more."""
@@ -243,6 +261,7 @@ class Engine:
 
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next batch."""
+        self._check_usable()
         access = Access("schedule", self.scheduler.num_launched)
         with self.device.host_phase(access) as phase:
             output = self.scheduler.schedule()
@@ -365,7 +384,11 @@ class Engine:
     # ------------------------------------------------------------------ life cycle
 
     def close(self) -> None:
-        """Wait for what is in flight, then give streams and model back."""
+        """Wait for what is in flight, then give streams and model back.
+
+        A request that has not ended by now ends with an error. The device is closed,
+        too.
+        """
         if self.is_closed:
             return
         self.is_closed = True
@@ -373,6 +396,7 @@ class Engine:
             if self.error is None:
                 self.device.synchronize()
         finally:
+            self._end_all(RuntimeError("closed before this request had ended"))
             self.in_flight.clear()
             self.device.close()
             self.runner.close()

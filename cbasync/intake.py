@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from itertools import count
+from numbers import Integral
 
 from cbasync.config import EngineConfig
 from cbasync.kv_cache import blocks_for
 from cbasync.request import Request, check_prompt
-from cbasync.sampling import SamplingParams
+from cbasync.sampling import SamplingParams, check_params
 
 
 class Intake:
@@ -24,10 +25,18 @@ class Intake:
 one of them or raise max_model_len
     """
 
-    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+    def __init__(
+        self, config: EngineConfig, vocab_size: int, in_use: Container[str] = ()
+    ) -> None:
         self.config = config
         self.vocab_size = vocab_size
+        self._in_use = in_use
         self._numbers = count()
+
+    def _new_name(self) -> str:
+        """One that no request has now, whatever names users have chosen."""
+        names = (f"request-{number}" for number in self._numbers)
+        return next(name for name in names if name not in self._in_use)
 
     def new_request(
         self,
@@ -38,26 +47,49 @@ one of them or raise max_model_len
         eos_token_ids: Collection[int] = (),
         priority: int = 0,
     ) -> Request:
-        """A checked request that is not queued yet."""
-        params = params or SamplingParams()
+        """A checked request that is not queued yet.
+
+        An engine knows no texts: `params.stop` is up to `on_token` of the request.
+        """
+        params = check_params(params)
         prompt = check_prompt(prompt_token_ids, self.vocab_size)
-        name = f"request-{next(self._numbers)}" if request_id is None else request_id
+        name = self._new_name() if request_id is None else request_id
         stop = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop.update(eos_token_ids)
         request = Request(name, prompt, params, frozenset(stop), priority)
+        self._check_alone(params, priority)
         self._check_logprobs(params)
         self._check_bias(request)
         self._check_fits(request)
         return request
 
+    @staticmethod
+    def _check_alone(params: SamplingParams, priority: object) -> None:
+        if not isinstance(priority, Integral):
+            raise ValueError(
+                f"priority is {priority!r}, a whole number is needed: smaller goes "
+                "first, 0 is usual"
+            )
+        if params.n > 1:
+            raise ValueError(
+                f"n is {params.n}, an engine draws one sample of a request: use "
+                "LLM.generate(), or a request with a seed of its own for each"
+            )
+
     def _check_logprobs(self, params: SamplingParams) -> None:
         most = self.config.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > most:
+            asked = getattr(params, name) or 0
+            if asked > most:
                 raise ValueError(
-                    f"{name} is {getattr(params, name)}, max_logprobs is {most}: "
+                    f"{name} is {asked}, max_logprobs is {most}: "
                     "ask for fewer or raise max_logprobs"
+                )
+            if asked > self.vocab_size:
+                raise ValueError(
+                    f"{name} is {asked}, the vocabulary has {self.vocab_size} tokens: "
+                    "ask for fewer"
                 )
 
     def _check_bias(self, request: Request) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +21,7 @@ from cbasync.model_runner import ModelRunner
 from cbasync.models import LoadedModel, load_model
 from cbasync.policy import Policy
 from cbasync.request import Request, RequestOutput
-from cbasync.sampling import SamplingParams
+from cbasync.sampling import SamplingParams, check_params
 from cbasync.supported import check_supported
 from cbasync.text import Transcript
 from cbasync.timeline import Timeline
@@ -76,7 +78,7 @@ class LLM:
         )
         self.engine = ENGINES[mode](runner, config, owned, policy=policy)
         self._turn = threading.Lock()
-        self._transcripts: dict[str, Transcript] = {}
+        self._transcripts: WeakKeyDictionary[Request, Transcript] = WeakKeyDictionary()
 
     # ------------------------------------------------------------------ generation
 
@@ -91,9 +93,10 @@ class LLM:
         """Answer every prompt; results in the order of the prompts.
 
         A prompt is text or a list of token ids. `params` is one for all or one for
-        each; `priorities` matter to the priority policy, smaller first. All prompts
-        are checked before any of them starts. `progress` shows a bar: always, never,
-        or (None) when the work takes a while.
+        each; with `n` above 1 a result is the first sample and holds all of them in
+        `samples`. `priorities` matter to the priority policy, smaller first. All
+        prompts are checked before any of them starts. `progress` shows a bar: always,
+        never, or (None) when the work takes a while.
         """
         groups = self._new_requests(prompts, params, priorities)
         requests = [request for group in groups for request in group]
@@ -122,7 +125,10 @@ class LLM:
                 f"n is {1 + len(others)}, a stream has one sample: use generate()"
             )
         self.engine.submit(request)
-        return self._pieces(request)
+        pieces = self._pieces(request)
+        # A generator that was never begun has no `finally` to run.
+        weakref.finalize(pieces, self.engine.abort, request.request_id).atexit = False
+        return pieces
 
     def chat(
         self,
@@ -135,6 +141,13 @@ class LLM:
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the form the model was trained on."""
         tokenizer = self._tokenizer("chat")
+        if isinstance(messages, Mapping) or not all(
+            isinstance(message, Mapping) for message in messages
+        ):
+            raise ValueError(
+                f"messages is {messages!r}, a list of dicts is needed: write "
+                '[{"role": "user", "content": "..."}]'
+            )
         if not tokenizer.chat_template:
             raise ValueError(
                 f"{self.loaded.name} has no chat template: use generate() with a prompt"
@@ -158,8 +171,10 @@ class LLM:
         """Checked requests, one group a prompt with a request per sample."""
         if isinstance(prompts, str):
             prompts = [prompts]
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+        if isinstance(params, Sequence):
+            params = [check_params(one) for one in params]
+        else:
+            params = [check_params(params)] * len(prompts)
         if priorities is None:
             priorities = [0] * len(prompts)
         for name, values in (("params", params), ("priorities", priorities)):
@@ -198,7 +213,7 @@ class LLM:
                 self.loaded.tokenizer, params.stop, params.min_tokens
             )
             request.on_token = transcript.push
-            self._transcripts[request.request_id] = transcript
+            self._transcripts[request] = transcript
         return request
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
@@ -234,11 +249,18 @@ class LLM:
             while not all(self.engine.is_over(request) for request in requests):
                 bar.update(self._step(requests))
         for request in requests:
-            if request.error is not None:
-                raise RuntimeError("the engine failed") from request.error
+            self._raise_error(request)
+
+    @staticmethod
+    def _raise_error(request: Request) -> None:
+        if request.error is not None:
+            raise RuntimeError(
+                f"{request.request_id} has no answer, the engine failed or was closed: "
+                f"{request.error}"
+            ) from request.error
 
     def _pieces(self, request: Request) -> Iterator[str]:
-        transcript = self._transcripts[request.request_id]
+        transcript = self._transcripts[request]
         shown = 0
         try:
             is_last = False
@@ -250,18 +272,16 @@ class LLM:
                 for piece in transcript.pieces[shown:]:
                     shown += 1
                     yield piece
-            if request.error is not None:
-                raise RuntimeError("the engine failed") from request.error
+            self._raise_error(request)
         finally:
             self.engine.abort(request.request_id)
-            self._transcripts.pop(request.request_id, None)
 
     def _output(self, group: list[Request]) -> RequestOutput:
         """One result per prompt; with several samples the first one holds them all."""
         outputs = []
         for request in group:
             text = ""
-            if transcript := self._transcripts.pop(request.request_id, None):
+            if transcript := self._transcripts.get(request):
                 transcript.close()
                 text = transcript.text
             outputs.append(RequestOutput.of(request, text))
@@ -282,8 +302,9 @@ class LLM:
         return self.engine.metrics
 
     def close(self) -> None:
-        """Give threads, streams and the KV cache back."""
-        self.engine.close()
+        """Give threads, streams and the KV cache back; what still runs is ended."""
+        with self._turn:  # not in the middle of another thread's step
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -45,6 +45,7 @@ class ModelRunner:
         self.debug = False
         self.races_expected = False
         self.history: TokenHistory | None = None
+        self._num_rows = 0
         self._merged: Merged | None = None
         self._compiled: Callable[..., torch.Tensor] | None = None
         self._give_back: Callable[[], object] = lambda: None
@@ -63,9 +64,7 @@ class ModelRunner:
         """Take the model over and make its KV cache."""
         self.debug = config.debug
         self.races_expected = not config.is_safe
-        self.history = TokenHistory(
-            config.num_rows, self.vocab_size, device.torch_device
-        )
+        self._num_rows = config.num_rows
         if config.merge_weights:
             positions = config.max_model_len if config.compile else 0
             self._merged = Merged(self.model, compiled_for=positions)
@@ -142,7 +141,10 @@ class ModelRunner:
         if self.races_expected:  # an old index must give a wrong token, not a crash
             logits_indices.clamp_(max=shape.num_tokens - 1)
         if shape.needs.history:
-            assert self.history is not None
+            # Made when first needed: a counter per request and word of the vocabulary.
+            self.history = self.history or TokenHistory(
+                self._num_rows, self.vocab_size, input_ids.device
+            )
             self.history.add(
                 inputs["history_rows"][tokens], input_ids, inputs["positions"][tokens]
             )

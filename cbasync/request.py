@@ -41,7 +41,7 @@ class RequestTimes:
     finished_us: float = -1.0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One prompt on its way through the engine, in two views.
 
@@ -63,7 +63,7 @@ class Request:
     params: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0  # smaller is more urgent, for the priority policy
-    arrival: int = 0  # number in the order of submission
+    arrival: int = -1  # number in the order of submission, -1: not submitted yet
     on_token: Callable[[int], bool] | None = None  # True: this token ends the request
 
     # Settled: what the host has seen.
@@ -146,14 +146,18 @@ class RequestMetrics:
         """Figures of a finished request; -1 for what never happened."""
         times, outputs = request.times, len(request.output_token_ids)
 
-        def since_us(start: float, end: float) -> float:
-            return (end - start) / 1e3 if min(start, end) >= 0 else -1.0
+        def since_ms(start_us: float, end_us: float) -> float:
+            return (end_us - start_us) / 1e3 if min(start_us, end_us) >= 0 else -1.0
 
-        rest = since_us(times.first_token_us, times.finished_us)
+        rest_ms = since_ms(times.first_token_us, times.finished_us)
+        if outputs < 2:
+            rest_ms = 0.0
+        elif rest_ms >= 0:
+            rest_ms /= outputs - 1
         return cls(
-            queue_ms=since_us(times.submitted_us, times.scheduled_us),
-            time_to_first_token_ms=since_us(times.submitted_us, times.first_token_us),
-            time_per_token_ms=rest / (outputs - 1) if outputs > 1 else 0.0,
+            queue_ms=since_ms(times.submitted_us, times.scheduled_us),
+            time_to_first_token_ms=since_ms(times.submitted_us, times.first_token_us),
+            time_per_token_ms=rest_ms,
             num_prompt_tokens=len(request.prompt_token_ids),
             num_output_tokens=outputs,
             num_cached_tokens=request.num_cached_tokens,
@@ -173,7 +177,8 @@ class RequestOutput:
     finish_reason: FinishReason
     metrics: RequestMetrics
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per output token
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # None: the first
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One per prompt token; None for the first, which follows nothing."""
     samples: tuple[RequestOutput, ...] = ()  # with n above 1: all of them, this first
 
     @classmethod

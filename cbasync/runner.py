@@ -49,10 +49,10 @@ class Runner(Protocol):
 
 
 class ScriptedRunner:
-    """A null model: the tokens come from a function of (position), no weights.
+    """A null model: each new token is `script(input token, position)`, no weights.
 
-    It carries tokens over like the real runner, so a missed carry still shows: each
-    new token is `script(input token, position)`.
+    It carries tokens over like the real runner, so a missed carry still shows. It
+    reads no cache and samples nothing: of `SamplingParams` only the ends matter.
     """
 
     def __init__(

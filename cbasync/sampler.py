@@ -128,8 +128,10 @@ def sample(
         assert history is not None, "penalties need a history"
         logits = history.penalize(logits, inputs)
     if needs.bias:
-        values = inputs.bias_values.to(logits.dtype)
-        logits = logits.scatter_add(1, inputs.bias_ids.long(), values)
+        # In half precision a large bias would be infinite.
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        values = inputs.bias_values.to(dtype)
+        logits = logits.to(dtype).scatter_add(1, inputs.bias_ids.long(), values)
     greedy = logits.argmax(dim=-1)
     if not needs.is_random:
         return greedy

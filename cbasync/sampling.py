@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
+from typing import Any
 
 MAX_SEED = 2**31 - 1
+_MAX_BIAS = 1e30  # beside any logit still a finite float32
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class SamplingParams:
     """
 
     max_tokens: int = 64  # most tokens to generate
-    min_tokens: int = 0  # no end token and no stop string before this many
+    min_tokens: int = 0  # no end token and no stop text before this many
     n: int = 1  # samples of one prompt; the i-th one is drawn with seed + i
 
     temperature: float = 0.0  # 0 is greedy
@@ -61,7 +63,7 @@ class SamplingParams:
         _in_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         object.__setattr__(self, "stop", _stop_texts(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, MAX_SEED)
 
@@ -118,18 +120,44 @@ class SamplingParams:
         return self.reads_history or self.prompt_logprobs is not None
 
 
+def check_params(params: object) -> SamplingParams:
+    """Sampling parameters as they are, the default ones for None.
+
+    >>> check_params({"max_tokens": 3})
+    Traceback (most recent call last):
+    ...
+    ValueError: params is {'max_tokens': 3}, sampling parameters are needed: write \
+SamplingParams(max_tokens=...)
+    """
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ValueError(
+            f"params is {params!r}, sampling parameters are needed: write "
+            "SamplingParams(max_tokens=...)"
+        )
+    return params
+
+
 def _bias_pairs(
     bias: Mapping[int, float] | Sequence[tuple[int, float]],
 ) -> tuple[tuple[int, float], ...]:
-    pairs = tuple(bias.items() if isinstance(bias, Mapping) else bias)
+    given: Any = bias.items() if isinstance(bias, Mapping) else bias
+    if not _is_list(given) or not all(_is_list(p) and len(p) == 2 for p in given):
+        raise ValueError(
+            f"logit_bias is {bias!r}, a number for each token is needed: "
+            "write {token: number}"
+        )
+    pairs = tuple(given)
     seen: set[int] = set()
     for token, value in pairs:
         _whole("logit_bias token", token, 0, None)
-        # Minus infinity rules a token out; plus infinity has no softmax.
-        if not _is_number(value) or math.isnan(value) or value == math.inf:
+        # Minus infinity rules a token out; plus infinity, and what becomes it on the
+        # device, has no softmax.
+        if not _is_number(value) or math.isnan(value) or value > _MAX_BIAS:
             raise ValueError(
-                f"logit_bias of token {token} is {value!r}, numbers and minus infinity "
-                "have a meaning: give one of them"
+                f"logit_bias of token {token} is {value!r}, numbers up to "
+                f"{_MAX_BIAS:g} and minus infinity have a meaning: give one of them"
             )
         if token in seen:
             raise ValueError(
@@ -140,6 +168,10 @@ def _bias_pairs(
 
 
 def _stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(stop, str) and not _is_list(stop):
+        raise ValueError(
+            f"stop is {stop!r}, a text or a list of them is needed: give one"
+        )
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in texts:
         if not isinstance(text, str) or not text:
@@ -147,8 +179,22 @@ def _stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
     return texts
 
 
+def _token_ids(tokens: Sequence[int]) -> tuple[int, ...]:
+    if not _is_list(tokens):
+        raise ValueError(
+            f"stop_token_ids is {tokens!r}, a list of token ids is needed: "
+            "put it in brackets"
+        )
+    return tuple(tokens)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str)
+
+
 def _whole(name: str, value: object, least: int, most: int | None) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
+    # numpy's integers are whole numbers too.
+    is_int = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_int or value < least or (most is not None and value > most):  # type: ignore[operator]
         reach = f"{least} and up" if most is None else f"{least} to {most}"
         raise ValueError(

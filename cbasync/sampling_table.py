@@ -15,10 +15,10 @@ from cbasync.scheduler import Occurrence
 Ints = npt.NDArray[np.int64]
 Host = Mapping[str, npt.NDArray[np.int32]]
 
-
 # What a request asks of the sampler beyond the largest logit, as bits of one column.
 RANDOM, FILTERS, HISTORY, BIAS, MIN_TOKENS, LOGPROBS = 1, 2, 4, 8, 16, 32
 
+_MAX_INT32 = 2**31 - 1
 _GREEDY = SamplerNeeds()
 # Temperature, top-p, min-p and penalties that change nothing.
 _NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
@@ -60,7 +60,7 @@ class SamplingTable:
             params.presence_penalty,
             params.frequency_penalty,
         )
-        self.top_k[row] = params.top_k
+        self.top_k[row] = min(params.top_k, _MAX_INT32)  # far more than any vocabulary
         self.seeds[row] = params.seed
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         wanted = params.prompt_logprobs

@@ -114,7 +114,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next batch, or None when nothing can run now."""
         while self._arrived:
-            insort(self.waiting, self._arrived.popleft(), key=self.policy.key)
+            request = self._arrived.popleft()
+            if not request.is_finished:  # its abort may have overtaken it
+                insort(self.waiting, request, key=self.policy.key)
         self._retire_aborted()
         output = SchedulerOutput(batch=self.num_launched)
         budget = self._schedule_running(output, self.config.max_num_batched_tokens)
@@ -131,7 +133,7 @@ class Scheduler:
         return occurrences
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
-        """Give running requests their tokens, oldest first; return what is left."""
+        """Give running requests their tokens, in order; return what is left."""
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
@@ -162,7 +164,7 @@ class Scheduler:
     def _make_room(
         self, request: Request, num_tokens: int, output: SchedulerOutput
     ) -> bool:
-        """Get the blocks for `num_tokens`; preempt the newest if it must be."""
+        """Get the blocks for `num_tokens`; preempt the last ones if it must be."""
         blocks = self.blocks
         while (
             missing := blocks.missing(len(request.blocks), num_tokens)
@@ -191,10 +193,10 @@ class Scheduler:
         output.num_tokens += length
 
     def _admit_waiting(self, output: SchedulerOutput, budget: int) -> None:
-        while self.waiting and budget > 0:
+        while self.waiting and budget > 0 and self._has_seat(self.waiting[0]):
             request = self.waiting[0]
             cached = self._find_cached(request)
-            if not self._can_admit(request, cached):
+            if not self._has_blocks(request, cached):
                 return
             del self.waiting[0]
             self._enter(request, cached, output)
@@ -205,20 +207,20 @@ class Scheduler:
             self._take(request, length, output)
             budget -= length
 
+    def _has_seat(self, request: Request) -> bool:
+        """Whether it could run but for blocks; asked first, for a prompt is long."""
+        if request.num_pending_tokens:
+            return False  # preempted, and its token is still on the way
+        return len(self.running) < self.config.max_num_seqs and self.rows.num_free > 0
+
     def _find_cached(self, request: Request) -> list[int]:
         if not self.config.prefix_caching or request.params.needs_every_position:
             return []
         return self.blocks.find(request.token_ids)
 
-    def _can_admit(self, request: Request, cached: list[int]) -> bool:
-        if request.num_pending_tokens:
-            return False  # preempted, and its token is still on the way
+    def _has_blocks(self, request: Request, cached: list[int]) -> bool:
         missing = self.blocks.missing(len(cached), request.num_tokens)
-        return (
-            len(self.running) < self.config.max_num_seqs
-            and self.rows.num_free > 0
-            and missing <= self.blocks.num_free_without(cached)
-        )
+        return missing <= self.blocks.num_free_without(cached)
 
     def _enter(
         self, request: Request, cached: list[int], output: SchedulerOutput

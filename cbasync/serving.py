@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from cbasync.engine import Engine
 from cbasync.request import Request
@@ -27,12 +27,12 @@ class Handle:
 
     def __iter__(self) -> Iterator[int]:
         place = 0
+
+        def has_more() -> bool:
+            return len(self.request.output_token_ids) > place or self._is_over()
+
         while True:
-            self._loop.wait_for(
-                lambda place=place: (
-                    len(self.request.output_token_ids) > place or self._is_over()
-                )
-            )
+            self._loop.wait_for(has_more)
             tokens = self.request.output_token_ids[place:]
             yield from tokens
             place += len(tokens)
@@ -121,10 +121,12 @@ class EngineLoop:
             self.engine.abort(request.request_id)
             self._changed.notify_all()
 
-    def wait_for(self, condition: object, timeout: float | None = None) -> bool:
+    def wait_for(
+        self, condition: Callable[[], bool], timeout: float | None = None
+    ) -> bool:
         """Sleep until a step has made the condition true; False after `timeout` s."""
         with self._changed:
-            return bool(self._changed.wait_for(condition, timeout))  # type: ignore[arg-type]
+            return self._changed.wait_for(condition, timeout)
 
     def close(self) -> None:
         """End what still runs, then the loop, then the engine."""

@@ -7,8 +7,8 @@ answer of the schedule that really ships.
 
 from __future__ import annotations
 
-import textwrap
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from typing import Any

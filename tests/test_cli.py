@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cbasync import bench, demo
+from cbasync import bench, demo, simulate
 from cbasync.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
@@ -69,9 +69,10 @@ def test_demo_without_arguments_is_the_demo_of_sixteen_prompts(
 
     monkeypatch.setattr(demo, "set_up", set_up)
     monkeypatch.setattr(demo, "run", lambda setup: f"answers {setup.depth}")
+    monkeypatch.setattr(simulate, "published_experiment", lambda: "on a virtual clock")
     assert main() == 0
     assert seen == [("smollm2", "auto", None, 1)]
-    assert capsys.readouterr().out == "answers 1\n"
+    assert capsys.readouterr().out == "answers 1\n\non a virtual clock\n"
 
 
 def test_demo_for_people(capsys: pytest.CaptureFixture[str], prompts: str) -> None:

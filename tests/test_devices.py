@@ -216,6 +216,19 @@ def test_devices_by_name() -> None:
         make_device("abacus")
 
 
+@pytest.mark.timeout(20)
+def test_a_closed_stream_takes_no_more_work() -> None:
+    device = ThreadsDevice()
+    stream, event = device.stream("compute"), device.event("done")
+    device.close()
+    for late in (
+        lambda: stream.launch(lambda: None, Access("compute")),
+        lambda: stream.record(event),
+    ):
+        with pytest.raises(StreamError, match="compute stream is closed: make a new"):
+            late()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_cuda_where_there_is_none() -> None:
     with pytest.raises(RuntimeError, match="use device='threads'"):

@@ -415,6 +415,107 @@ def test_a_duplicate_id_is_refused_while_alive(machine: Machine) -> None:
     assert again.is_finished
 
 
+def test_a_name_taken_by_a_user_is_skipped(machine: Machine) -> None:
+    with on(machine, small()) as engine:
+        params = SamplingParams(max_tokens=2)
+        mine = engine.add_request([1], params, request_id="request-0")
+        other = engine.add_request([2], params)
+        engine.run()
+    assert mine.is_finished
+    assert other.is_finished
+
+
 def test_config_longer_than_the_model(machine: Machine) -> None:
     with pytest.raises(ValueError, match="the model has 2048 positions"):
         on(machine, small(max_model_len=4096))
+
+
+# ------------------------------------------------------------------ out of order
+
+
+def test_a_request_is_submitted_once(machine: Machine) -> None:
+    with on(machine, small()) as engine:
+        request = engine.add_request([1, 2], SamplingParams(max_tokens=3))
+        with pytest.raises(ValueError, match="submitted before: make a new one"):
+            engine.submit(request)
+        engine.run()
+        with pytest.raises(ValueError, match="submitted before: make a new one"):
+            engine.submit(request)
+        assert not engine.has_work
+    assert len(request.output_token_ids) == 3
+
+
+def test_an_abort_that_comes_in_the_middle_of_a_submit(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on(machine, small()) as engine:
+        add = engine.scheduler.add
+
+        def late(request: Any) -> None:  # as if another thread ran meanwhile
+            engine.abort("a")
+            engine.step()
+            add(request)
+
+        monkeypatch.setattr(engine.scheduler, "add", late)
+        request = engine.add_request(
+            [1, 2], SamplingParams(max_tokens=3), request_id="a"
+        )
+        engine.run()
+    check_invariants(engine, [request])
+    assert request.finish_reason == "abort"
+
+
+@pytest.mark.timeout(20)
+def test_a_closed_engine_ends_its_requests_and_steps_no_more(machine: Machine) -> None:
+    with on(machine, small()) as engine:
+        request = engine.add_request([1, 2], SamplingParams(max_tokens=3))
+        engine.step()
+    assert request.finish_reason == "error"
+    assert "closed" in str(request.error)
+    with pytest.raises(RuntimeError, match="this engine is closed: make a new one"):
+        engine.run()
+
+
+def test_a_scheduler_with_another_config_is_refused(machine: Machine) -> None:
+    config, other = small(), small(num_blocks=7)
+    with pytest.raises(ValueError, match=r"num_blocks is 7 in the scheduler.* 32 in"):
+        AsyncEngine(
+            ModelRunner(machine.model), config, machine.new_device(), Scheduler(other)
+        )
+
+
+def test_stop_texts_need_somebody_who_reads_texts(machine: Machine) -> None:
+    params = SamplingParams(max_tokens=3, stop="end")
+    with on(machine, small()) as engine:
+        with pytest.raises(ValueError, match="sees tokens and no texts: use LLM"):
+            engine.add_request([1], params)
+        request = engine.new_request([1], params)
+        request.on_token = lambda token: True
+        engine.submit(request)
+        engine.run()
+    assert len(request.output_token_ids) == 1
+    assert request.finish_reason == "stop"
+
+
+@pytest.mark.timeout(20)
+def test_a_request_submitted_while_the_engine_starts_over_is_not_lost(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with on(machine, small()) as engine:
+        start_over, met = engine.scheduler.start_over, []
+
+        def meanwhile() -> None:  # as if another thread ran just now
+            met.append(engine.add_request([1, 2], SamplingParams(max_tokens=3)))
+            start_over()
+
+        monkeypatch.setattr(engine.scheduler, "start_over", meanwhile)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.guarded_step()
+        engine.run()
+        assert [engine.is_over(request) for request in met] == [True]
+    check_invariants(engine, met)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -632,3 +633,57 @@ def test_a_chat_gets_no_second_start_token() -> None:
         chat = llm.chat([{"role": "user", "content": "!hello"}], EIGHT)
     assert bytes(plain.prompt_token_ids) == b"!hello"
     assert bytes(chat.prompt_token_ids) == b"!hello\n"
+
+
+# ------------------------------------------------------------------ closed, forgotten
+
+
+@pytest.mark.timeout(20)
+def test_a_stream_read_after_the_end_says_so(loaded: LoadedModel) -> None:
+    with LLM(loaded, device="threads") as llm:
+        stream = llm.stream("hello", EIGHT)
+    with pytest.raises(RuntimeError) as caught:
+        list(stream)
+    assert "closed" in str(caught.value.__cause__)
+
+
+@pytest.mark.timeout(60)
+def test_closed_while_another_thread_waits_for_an_answer(loaded: LoadedModel) -> None:
+    llm, errors = LLM(loaded, device="threads"), []
+    has_begun = threading.Event()
+
+    def ask() -> None:
+        try:
+            for _ in llm.stream("hello", SamplingParams(max_tokens=2000)):
+                has_begun.set()
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    has_begun.wait()
+    llm.close()
+    thread.join()
+    assert ["closed" in str(error.__cause__) for error in errors] == [True]
+
+
+def test_a_stream_that_nobody_reads_ends_with_its_last_reference(llm: LLM) -> None:
+    stream = llm.stream("hello", SamplingParams(max_tokens=1000))
+    assert llm.engine.has_work
+    del stream
+    gc.collect()
+    nothing_is_left(llm)
+    assert llm.metrics.num_output_tokens == 0
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [{"max_tokens": 3}], [None, 3]])
+def test_params_of_another_kind_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(ValueError, match=r"write SamplingParams\(max_tokens=...\)"):
+        llm.generate(["hello"] * (1 + (None in params)), params)
+    check_invariants(llm.engine, [])
+
+
+@pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "hello"}])
+def test_a_chat_is_a_list_of_messages(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ValueError, match=r"messages is .*, a list of .* is needed: "):
+        llm.chat(messages, EIGHT)

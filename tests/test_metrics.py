@@ -149,6 +149,16 @@ def test_what_never_happened_is_minus_one() -> None:
     assert times(waiting) == (-1.0, -1.0, 0.0)
 
 
+def test_a_request_that_was_cut_short_has_no_time_per_token() -> None:
+    one = engine()
+    with one:
+        request = one.add_request([1], SamplingParams(max_tokens=9))
+        for _ in range(3):
+            one.step()
+    assert len(request.output_token_ids) == 3
+    assert times(request) == (0.0, 2.1, -1.0)
+
+
 def test_one_token_has_no_time_per_token() -> None:
     one = engine()
     with one:

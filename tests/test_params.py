@@ -62,13 +62,18 @@ def test_a_bad_value_is_refused_with_limit_and_remedy(
         ({"stop": ("a", "")}, "stop holds '', texts are needed: remove it"),
         ({"stop": ""}, "stop holds ''"),
         ({"stop": [b"x"]}, "stop holds b'x'"),
+        ({"stop": 5}, "stop is 5, a text or a list of them is needed: "),
         ({"stop_token_ids": (3, -1)}, "stop_token_ids is -1, the range is 0 to"),
         ({"stop_token_ids": (1.5,)}, "stop_token_ids is 1.5, the range is 0 to"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5, a list of token ids is needed: "),
         ({"logit_bias": {-1: 2.0}}, "logit_bias token is -1, the range is 0 and up"),
         ({"logit_bias": {"a": 2.0}}, "logit_bias token is 'a'"),
         ({"logit_bias": {3: NAN}}, "logit_bias of token 3 is nan"),
         ({"logit_bias": {3: INF}}, "logit_bias of token 3 is inf"),
         ({"logit_bias": {3: "2"}}, "logit_bias of token 3 is '2'"),
+        ({"logit_bias": {3: 1e39}}, "logit_bias of token 3 is 1e[+]39"),
+        ({"logit_bias": 3}, "logit_bias is 3, .* is needed: "),
+        ({"logit_bias": [1, 2]}, r"logit_bias is \[1, 2\], .* is needed: "),
         ({"logit_bias": ((3, 1.0), (3, 2.0))}, "logit_bias names token 3 twice"),
     ],
 )
@@ -185,6 +190,13 @@ def test_a_request_shows_how_far_it_is() -> None:
         ({"depth": 4}, "depth is 4, at most 3 is supported: .* use 1 or 2"),
         ({"carry_over": "ring"}, "carry_over is 'ring', the families are 'slot' and"),
         ({"ablate": {"luck"}}, "ablate names 'luck', the edges are h2d_done"),
+        (
+            {"max_num_seqs": 4, "warm_up": (2, 8)},
+            "warm_up holds 8, a decode batch has 1 to 4 rows: ",
+        ),
+        ({"warm_up": (0,)}, "warm_up holds 0, a decode batch has 1 to 32 rows: "),
+        ({"warm_up": "each"}, "warm_up is 'each', .* or 'all' is needed"),
+        ({"warm_up": 4}, "warm_up is 4, .* or 'all' is needed"),
     ],
 )
 def test_a_bad_config_is_refused(values: dict[str, Any], message: str) -> None:
@@ -206,6 +218,7 @@ def engine() -> Any:
     [
         ({"logprobs": 3}, "logprobs is 3, max_logprobs is 2: ask for fewer"),
         ({"prompt_logprobs": 9}, "prompt_logprobs is 9, max_logprobs is 2"),
+        ({"n": 3}, "n is 3, an engine draws one sample of a request: "),
         ({"stop_token_ids": (10,)}, "token 10 is biased or ends the request.* 0 to 9"),
         ({"logit_bias": {10: 1.0}}, "token 10 is biased or ends the request"),
         (
@@ -322,3 +335,29 @@ def test_a_prompt_may_be_any_flat_list_of_ints(prompt: Any) -> None:
 def test_other_prompts_are_refused(prompt: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_prompt(prompt, vocab_size=17)
+
+
+def test_not_more_logprobs_than_there_are_tokens() -> None:
+    with SyncEngine(ScriptedRunner(vocab_size=10), device=ThreadsDevice()) as engine:
+        with pytest.raises(ValueError, match=r"logprobs is 11, .* has 10 tokens: ask"):
+            engine.new_request([1], SamplingParams(logprobs=11))
+        engine.new_request([1], SamplingParams(logprobs=10))
+
+
+def test_a_priority_is_a_whole_number(engine: SyncEngine) -> None:
+    with pytest.raises(ValueError, match="priority is 'high', a whole number is need"):
+        engine.new_request([1], SamplingParams(max_tokens=2), priority="high")
+
+
+def test_top_k_may_be_larger_than_any_vocabulary(engine: SyncEngine) -> None:
+    params = SamplingParams(max_tokens=2, temperature=1.0, top_k=2**40)
+    request = engine.add_request([1], params)
+    engine.run()
+    assert len(request.output_token_ids) == 2
+
+
+def test_numpys_whole_numbers_are_whole_numbers() -> None:
+    three: Any = np.int64(3)
+    params = SamplingParams(max_tokens=three, stop_token_ids=[three])
+    assert (params.max_tokens, params.stop_token_ids) == (3, (3,))
+    assert EngineConfig(depth=three).num_slots == 4

@@ -288,6 +288,12 @@ def test_penalties_without_a_history_are_a_mistake_that_shows() -> None:
         sample(torch.zeros(1, 3), inputs([Row()]), SamplerNeeds(history=True))
 
 
+def test_a_bias_beyond_half_precision_still_has_a_softmax() -> None:
+    rows = inputs([Row(temperature=1.0, bias=[(2, 1e9)])])
+    logits = torch.zeros(1, 5, dtype=torch.float16)
+    assert sample(logits, rows, SamplerNeeds(is_random=True, bias=True)).item() == 2
+
+
 def test_bias_moves_the_argmax_and_padding_moves_nothing() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0], [5.0, 4.0, 3.0], [5.0, 4.0, 3.0]])
     rows = [Row(bias=[(2, 3.0)]), Row(bias=[(0, -math.inf)]), Row()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from cbasync.config import EngineConfig
@@ -147,3 +149,21 @@ def test_blocks_by_position() -> None:
     manager.release(table, until_batch=-1)
     assert table.block_ids == []
     assert manager.pool.num_free == 8
+
+
+def test_a_waiting_prompt_is_only_looked_up_when_there_is_a_seat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    s = scheduler(max_num_seqs=1)
+    find, looked_up = s.blocks.find, []
+
+    def counted(token_ids: Sequence[int]) -> list[int]:
+        looked_up.append(token_ids)
+        return find(token_ids)
+
+    monkeypatch.setattr(s.blocks, "find", counted)
+    for name in "ab":
+        s.add(request(name, 3))
+    for _ in range(3):
+        s.schedule()
+    assert len(looked_up) == 1

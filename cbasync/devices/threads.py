@@ -25,6 +25,7 @@ class ThreadsEvent(Event):
     A new record makes a new ticket, so a wait that was issued before keeps the old.
     """
 
+    device: ThreadsDevice
     ticket: threading.Event | None = None
 
     def query(self) -> bool:
@@ -33,8 +34,10 @@ class ThreadsEvent(Event):
     def _synchronize(self) -> None:
         if self.ticket is not None:
             self.ticket.wait()
-        self.device.raise_error()  # type: ignore[attr-defined]
+        self.device.raise_error()
 
+
+_LONGEST_OP_S = 60.0  # a forgotten stream is not waited for longer than this
 
 _Queue = queue.SimpleQueue[Callable[[], None] | None]
 
@@ -48,6 +51,16 @@ def _work(items: _Queue) -> None:
         while (item := items.get()) is not None:
             item()
             del item  # an op holds on to its engine
+
+
+def _end(items: _Queue, thread: threading.Thread) -> None:
+    """Let a stream's thread finish its queue; also when Python itself ends.
+
+    A thread that is still inside a kernel then would bring the process down.
+    """
+    items.put(None)
+    if thread is not threading.current_thread():  # the last reference may be in an op
+        thread.join(_LONGEST_OP_S)
 
 
 class ThreadsStream(Stream):
@@ -64,12 +77,14 @@ class ThreadsStream(Stream):
         self._thread.start()
         # The thread knows its queue and nothing else, so that a stream which is simply
         # forgotten, as when a notebook cell is run again, takes its thread along.
-        self._end = weakref.finalize(self, self._queue.put, None)
+        self._end = weakref.finalize(self, _end, self._queue, self._thread)
 
     def _launch(self, op: Callable[[], None], access: Access) -> None:
+        self._check_open()
         self._queue.put(lambda: self._run(op, access))
 
     def _record(self, event: Event) -> None:
+        self._check_open()
         assert isinstance(event, ThreadsEvent)
         event.ticket = ticket = threading.Event()
         self._queue.put(ticket.set)
@@ -79,10 +94,16 @@ class ThreadsStream(Stream):
         if event.ticket is not None:
             self._queue.put(event.ticket.wait)  # type: ignore[arg-type]
 
+    def _check_open(self) -> None:
+        # Nobody would work on it, and whoever waits for its event would wait for ever.
+        if not self._end.alive:
+            raise StreamError(
+                f"the {self.name} stream is closed: make a new device and engine"
+            )
+
     def close(self) -> None:
         """Let the thread finish its queue and end."""
         self._end()
-        self._thread.join()
 
     def _run(self, op: Callable[[], None], access: Access) -> None:
         device = self.device
