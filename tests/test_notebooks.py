@@ -30,6 +30,8 @@ MAX_BYTES = 60_000
 # of the course: it may import all that there is.
 INTRODUCES: dict[str, set[str]] = {
     "00": {"timeline", "explore", "plot", "widgets", "checks"},
+    "01": {"models", "llm", "sampling"},
+    "02": {"config", "devices", "engine", "figures", "runner", "scheduler"},
 }
 FREE = {"11"}
 
