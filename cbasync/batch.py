@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from cbasync.config import EngineConfig
 from cbasync.io_slot import IOSlot
-from cbasync.kv_cache import blocks_for
 from cbasync.request import Request
 from cbasync.sampler import SamplerNeeds
 from cbasync.sampling_table import SamplingTable
@@ -165,7 +164,7 @@ class BatchBuilder:
         host["query_start_loc"][1 : num_requests + 1] = ends
         host["seq_lens"][:num_requests] = stops
         max_seq_len = int(stops.max())
-        self._fill_block_table(io_slot, rows, max_seq_len)
+        self._fill_block_table(io_slot, rows)
         needs = self._fill_sampling(
             io_slot, output, columns, ends, row_of_token, positions
         )
@@ -203,11 +202,10 @@ class BatchBuilder:
         host["token_rows"][sampled] = self.padding_row
         self.table.sampling.pad(host, tokens, sampled)
 
-    def _fill_block_table(self, io_slot: IOSlot, rows: Ints, max_seq_len: int) -> None:
-        width = blocks_for(max_seq_len, self.block_size)
-        io_slot.host["block_table"][: len(rows), :width] = self.table.block_table[
-            rows, :width
-        ]
+    def _fill_block_table(self, io_slot: IOSlot, rows: Ints) -> None:
+        # Whole rows: as many bytes at any context length, and no copy in between.
+        target = io_slot.host["block_table"][: len(rows)]
+        np.take(self.table.block_table, rows, axis=0, out=target, mode="clip")
 
     def _fill_sampling(
         self,

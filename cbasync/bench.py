@@ -229,12 +229,19 @@ def bench_peer(
     }
 
 
+def _peer_config(prompts: list[list[int]], max_tokens: int) -> EngineConfig:
+    """Room for all prompts in one batch, the same for both sides."""
+    lengths = [len(prompt) + max_tokens for prompt in prompts]
+    budget = max(sum(map(len, prompts)), len(prompts))
+    return fitting_config(lengths, max_num_batched_tokens=budget)
+
+
 def _ours(
     loaded: LoadedModel, prompts: list[list[int]], max_tokens: int
 ) -> list[list[int]]:
     """Tokens of the asynchronous engine."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    config = fitting_config([len(prompt) + max_tokens for prompt in prompts])
+    config = _peer_config(prompts, max_tokens)
     with LLM(loaded, device="threads", config=config) as llm:
         outputs = llm.generate(prompts, params)
     return [list(output.token_ids) for output in outputs]
@@ -244,7 +251,7 @@ def _peers(
     loaded: LoadedModel, prompts: list[list[int]], max_tokens: int
 ) -> list[list[int]]:
     """Tokens of transformers' own continuous batching, with as many blocks as ours."""
-    config = fitting_config([len(prompt) + max_tokens for prompt in prompts])
+    config = _peer_config(prompts, max_tokens)
     # Without these sizes it would take most of the free memory for its cache.
     batching = ContinuousBatchingConfig(
         page_size=config.block_size,

@@ -316,6 +316,7 @@ class KVCache:
         shape = (num_blocks + 1, block_size, num_kv_heads, head_size)
         self.keys = _zeros(num_layers, shape, dtype, device)
         self.values = _zeros(num_layers, shape, dtype, device)
+        self._scratch = _zeros(2, (0, 0), dtype, device)
 
     @property
     def padding_position(self) -> int:
@@ -340,9 +341,19 @@ class KVCache:
 
     def gather(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of whole requests: block_table `[R, M]` -> two `[R, M * P, H, D]`."""
+        if block_table.is_cuda:
+            return (
+                _gather(self.keys[layer], block_table, None),
+                _gather(self.values[layer], block_table, None),
+            )
+        # On a CPU new memory costs a page fault every 4 KiB. The next layer may write
+        # over this one's copy: by then its attention is done.
+        for scratch in self._scratch:
+            _fit(scratch, self.keys[layer], block_table.numel())
+        to_keys, to_values = self._scratch
         return (
-            _gather(self.keys[layer], block_table),
-            _gather(self.values[layer], block_table),
+            _gather(self.keys[layer], block_table, to_keys),
+            _gather(self.values[layer], block_table, to_values),
         )
 
     def poison(self, blocks: Sequence[int]) -> None:
@@ -362,9 +373,19 @@ def _zeros(
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
 
 
-def _gather(pool: Tensor, block_table: Tensor) -> Tensor:
+def _fit(scratch: Tensor, pool: Tensor, num_blocks: int) -> None:
+    """Room for this many blocks, with some to spare."""
+    if len(scratch) < num_blocks:
+        scratch.resize_(2 * num_blocks, pool[0].numel())
+
+
+def _gather(pool: Tensor, block_table: Tensor, scratch: Tensor | None) -> Tensor:
     num_blocks, block_size, heads, size = pool.shape
     requests, width = block_table.shape
     # Whole blocks as rows of one matrix: several times faster than token by token.
-    rows = pool.view(num_blocks, -1).index_select(0, block_table.flatten())
-    return rows.view(requests, width * block_size, heads, size)
+    rows, chosen = pool.view(num_blocks, -1), block_table.flatten()
+    if scratch is None:
+        found = rows.index_select(0, chosen)
+    else:
+        found = torch.index_select(rows, 0, chosen, out=scratch[: len(chosen)])
+    return found.view(requests, width * block_size, heads, size)
