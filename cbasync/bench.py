@@ -128,7 +128,7 @@ def measure_host(
     """
     with _decoding_engine(requests, context, steps) as engine:
         first, samples = engine.scheduler.num_launched, []
-        with _collector_frozen():
+        with collector_frozen():
             for _ in range(steps):
                 start = clock()
                 engine.step()
@@ -173,7 +173,7 @@ def _decoding_engine(requests: int, context: int, steps: int) -> Iterator[Engine
 
 
 @contextmanager
-def _collector_frozen() -> Iterator[None]:
+def collector_frozen() -> Iterator[None]:
     """No garbage collection inside: a pause would be charged to one step."""
     gc.collect()
     gc.freeze()

@@ -5,11 +5,9 @@ Every run is described by a `Setting` and gives a plain dict; nothing here asser
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cbasync.bench import Result, machine_facts, table
+from cbasync.bench import Result, collector_frozen, machine_facts, table
 from cbasync.carry_over import SlotCarryOver
 from cbasync.config import EngineConfig
 from cbasync.devices import CudaDevice
@@ -236,19 +234,6 @@ def _mean_step_ms(ends: Sequence[float]) -> float | None:
     if len(ends) < 2:
         return None
     return 1e3 * (ends[-1] - ends[0]) / (len(ends) - 1)
-
-
-@contextmanager
-def collector_frozen() -> Iterator[None]:
-    """No garbage collection inside: a pause would be charged to one step."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 def _activity(timeline: Timeline) -> Result:

@@ -59,7 +59,7 @@ def test_only_decodes_are_timed(requests: int, context: int) -> None:
 
 
 def test_the_collector_rests_and_comes_back() -> None:
-    with bench._collector_frozen():
+    with bench.collector_frozen():
         assert not gc.isenabled()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
