@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cbasync.palette import IDLE_GROUND, PHASE_COLOURS, cause_colour
+from cbasync.palette import IDLE_GROUND, PHASE_COLOURS, cause_colour, request_tint
 from cbasync.plot import Spec, base_layout
 from cbasync.steps import Step
 from cbasync.timeline import CAUSES, Timeline
@@ -120,13 +120,10 @@ def block_map_spec(steps: Sequence[Step]) -> Spec:
     }
 
 
-_OWNER_COLOURS = ("#9ecae1", "#fdd0a2", "#a1d9b1", "#e7b9d4", "#d9d9d9", "#f4b9a7")
-
-
 def _steps_of_colour(count: int) -> list[list[Any]]:
     """A scale of plain steps: nobody, then one colour an owner."""
     colours = [IDLE_GROUND]
-    colours += [_OWNER_COLOURS[n % len(_OWNER_COLOURS)] for n in range(count)]
+    colours += [request_tint(n) for n in range(count)]
     return [
         [(n + edge) / len(colours), colour]
         for n, colour in enumerate(colours)

@@ -25,6 +25,19 @@ FONT = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif"
 # how much of it, for slots A, B, C, D.
 _SHADES = (("#ffffff", 0.0), ("#ffffff", 0.38), ("#000000", 0.28), ("#ffffff", 0.6))
 
+# Requests are told apart by name; the tints only help the eye along. None of them
+# is the colour of a phase.
+_REQUEST_TINTS = (
+    "#9ecae1",
+    "#fdd0a2",
+    "#a1d9b1",
+    "#e7b9d4",
+    "#d9d9d9",
+    "#f4b9a7",
+    "#d8d27a",
+    "#c5b8e0",
+)
+
 CAUSE_WORDS = {
     "schedule": "waits for schedule",
     "prepare": "waits for prepare",
@@ -50,6 +63,15 @@ def shade(colour: str, slot: int) -> str:
 
 def _channels(colour: str) -> list[int]:
     return [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+
+
+def request_tint(number: int) -> str:
+    """The ground of a request's places: the same few tints over and over.
+
+    >>> request_tint(0), request_tint(8)
+    ('#9ecae1', '#9ecae1')
+    """
+    return _REQUEST_TINTS[number % len(_REQUEST_TINTS)]
 
 
 def text_colour(ground: str) -> str:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-from cbasync.palette import IDLE_GROUND, PHASE_COLOURS, SOFT_INK, shade, text_colour
+from cbasync.palette import (
+    IDLE_GROUND,
+    PHASE_COLOURS,
+    SOFT_INK,
+    request_tint,
+    shade,
+    text_colour,
+)
 from cbasync.steps import TOKEN_ARRAYS, Step
 
 _CELL = "padding:2px 7px;text-align:right;border:1px solid #ddd"
 _CARRIED = "#fdf1b8"  # none of the phases: colours of phases mean phases only
-
-# Requests are told apart by name; the tints only help the eye along.
-_TINTS = ("#d9e8f5", "#fbe7c6", "#d5efe4", "#f6dcea", "#e6e6e6", "#f9d9c8")
 
 
 def step_html(steps: Sequence[Step], index: int) -> str:
@@ -56,7 +60,7 @@ def _letter(step: Step) -> str:
 
 def _tint(steps: Sequence[Step], request: str) -> str:
     names = sorted({name for step in steps for name in step.requests})
-    return _TINTS[names.index(request) % len(_TINTS)] if request in names else ""
+    return request_tint(names.index(request)) if request in names else ""
 
 
 def _slot_table(step: Step, steps: Sequence[Step], what: str) -> str:

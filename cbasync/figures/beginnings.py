@@ -1,21 +1,16 @@
-"""The expected figures of the notebooks, made by code: `make figures`.
-
-Standard library and the engines only, no plotly, so that they come out the same
-everywhere; a test holds the stored files to this.
-"""
+"""The expected figures of notebooks 00, 01, 02 and 11."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from cbasync.config import EngineConfig
 from cbasync.devices.sim import SimDevice
 from cbasync.engine import SyncEngine
 from cbasync.explore import PRESETS, explore
-from cbasync.palette import FONT, IDLE_GROUND, IDLE_LINE, INK, PHASE_COLOURS
+from cbasync.figures.parts import WIDTH, key_svg, picture_svg, rect_svg, words_svg
+from cbasync.palette import IDLE_GROUND, PHASE_COLOURS, request_tint
 from cbasync.paper import Drawing
 from cbasync.runner import ScriptedRunner
 from cbasync.sampling import SamplingParams
@@ -24,22 +19,11 @@ from cbasync.timeline import Timeline
 from cbasync.trace import NO_WORK
 
 BATCHES = 5
-WIDTH = 960
 EMPTY = "·"  # a row of a batch without a request
 
 # Requests of notebook 02 and the tokens that each one wants.
 LENGTHS = {"A": 2, "B": 9, "C": 3, "D": 7, "E": 2, "F": 3, "G": 2, "H": 2}
 ROWS = 3
-_TINTS = (
-    "#9ecae1",
-    "#fdd0a2",
-    "#a1d9b1",
-    "#e7b9d4",
-    "#d9d9d9",
-    "#f4b9a7",
-    "#d8d27a",
-    "#c5b8e0",
-)
 
 
 def _bare(drawing: Drawing) -> Drawing:
@@ -71,23 +55,25 @@ def tokens_read_svg(prompt: int = 4, new: int = 32) -> str:
     unit = (bottom - 50) / (prompt + new)
     needed, again = PHASE_COLOURS["compute"], IDLE_GROUND
     parts = [
-        *_key(left, needed, "must read"),
-        *_key(left + 130, again, "reads again if it keeps nothing"),
+        *key_svg(left, needed, "must read"),
+        *key_svg(left + 130, again, "reads again if it keeps nothing"),
     ]
     for step in range(new):
         fresh, known = (1, prompt + step - 1) if step else (prompt, 0)
         x = left + step * column
         for count, under, colour in ((fresh, 0, needed), (known, fresh, again)):
             y = bottom - (under + count) * unit
-            parts.append(_rect(x, y, column - 3, count * unit, colour))
+            parts.append(rect_svg(x, y, column - 3, count * unit, colour))
         if step % 4 == 0:
-            parts.append(_words(x + column / 2, bottom + 14, str(step + 1), "middle"))
+            parts.append(
+                words_svg(x + column / 2, bottom + 14, str(step + 1), "middle")
+            )
     parts += [
-        _words(left - 8, bottom - tick * unit, str(tick), "end")
+        words_svg(left - 8, bottom - tick * unit, str(tick), "end")
         for tick in range(0, prompt + new, 10)
     ]
-    parts.append(_words(left, bottom + 36, "new token · tokens read to make it"))
-    return _picture(height, parts)
+    parts.append(words_svg(left, bottom + 36, "new token · tokens read to make it"))
+    return picture_svg(height, parts)
 
 
 # ------------------------------------------------------------------ 02: rows of a batch
@@ -132,54 +118,26 @@ def batch_map_svg(runs: Mapping[str, Sequence[str]]) -> str:
     """
     names = sorted({name for run in runs.values() for batch in run for name in batch})
     names = [name for name in names if name != EMPTY]
-    colours = {name: _TINTS[n % len(_TINTS)] for n, name in enumerate(names)}
+    colours = {name: request_tint(n) for n, name in enumerate(names)}
     cell = min(44.0, (WIDTH - 80) / max(map(len, runs.values())))
     parts, top = [], 20
     for title, batches in runs.items():
         used = sum(name != EMPTY for batch in batches for name in batch)
         share = used / sum(map(len, batches))
         words = f"{title}: {len(batches)} steps, {share:.0%} of the places used"
-        parts.append(_words(60, top, words))
+        parts.append(words_svg(60, top, words))
         for step, batch in enumerate(batches):
             for row, name in enumerate(batch):
                 x, y = 60 + step * cell, top + 16 + 30 * row
                 colour = colours.get(name, IDLE_GROUND)
-                parts.append(_rect(x, y, cell - 2, 28, colour))
-                parts.append(_words(x + cell / 2 - 1, y + 14, name, "middle"))
+                parts.append(rect_svg(x, y, cell - 2, 28, colour))
+                parts.append(words_svg(x + cell / 2 - 1, y + 14, name, "middle"))
         rows = len(batches[0])
-        parts += [_words(8, top + 30 + 30 * row, f"row {row}") for row in range(rows)]
+        parts += [
+            words_svg(8, top + 30 + 30 * row, f"row {row}") for row in range(rows)
+        ]
         top += 50 + 30 * rows
-    return _picture(top, parts)
-
-
-# ------------------------------------------------------------------ parts of a picture
-
-
-def _picture(height: int, parts: Sequence[str]) -> str:
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'width="{WIDTH}" height="{height}" font-family="{FONT}" font-size="13" '
-        f'fill="{INK}">'
-    )
-    ground = f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>'
-    return "\n".join([head, ground, *parts, "</svg>"]) + "\n"
-
-
-def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:
-    line = f' stroke="{IDLE_LINE}" stroke-width=".5"' if colour == IDLE_GROUND else ""
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-        f'fill="{colour}"{line}/>'
-    )
-
-
-def _words(x: float, y: float, words: str, anchor: str = "start") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" dy=".35em" text-anchor="{anchor}"'
-    return f"<text {place}>{words}</text>"
-
-
-def _key(x: float, colour: str, words: str) -> list[str]:
-    return [_rect(x, 14, 18, 13, colour), _words(x + 24, 21, words)]
+    return picture_svg(top, parts)
 
 
 def _static_and_continuous() -> str:
@@ -198,14 +156,3 @@ FIGURES: dict[str, Callable[[], str]] = {
     "cache.svg": tokens_read_svg,
     "static_continuous.svg": _static_and_continuous,
 }
-
-
-def write_figures(folder: str | Path) -> None:
-    """Write all of them into a folder."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, draw in FIGURES.items():
-        (Path(folder) / name).write_text(draw())
-
-
-if __name__ == "__main__":
-    write_figures(sys.argv[1])
