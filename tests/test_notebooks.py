@@ -32,6 +32,15 @@ INTRODUCES: dict[str, set[str]] = {
     "00": {"timeline", "explore", "plot", "widgets", "checks"},
     "01": {"models", "llm", "sampling"},
     "02": {"config", "devices", "engine", "figures", "runner", "scheduler"},
+    "03": {"kv_cache", "charts", "steps"},
+    "04": {"batch", "request"},
+    "05": {"simulate", "foreign_trace", "profile", "trace"},
+    "06": {"event_log"},
+    "07": {"io_slot", "mutants", "race_table"},
+    "08": {"step_table"},
+    "09": {"carry_over"},
+    "10": {"timeline_diff", "serving"},
+    "12": {"experiments"},
 }
 FREE = {"11"}
 
