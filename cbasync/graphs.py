@@ -126,6 +126,8 @@ class DecodeGraphs:
     ) -> None:
         """Record the batch's kernels; nothing is computed here."""
         graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        seed, offset = generator.initial_seed(), generator.get_offset()
         recording = torch.cuda.graph(
             graph,
             pool=self._pool,
@@ -138,6 +140,7 @@ class DecodeGraphs:
                 self.compute(shape, io_slot, previous, carry_over)
         except RuntimeError as error:
             self.is_broken = True
+            _restart(generator, seed, offset)
             warnings.warn(
                 f"the graph for {key} could not be captured, decode batches without "
                 f"one go on kernel by kernel, more slowly: {error}",
@@ -148,6 +151,18 @@ class DecodeGraphs:
 
     def __repr__(self) -> str:
         return f"DecodeGraphs({len(self.graphs)} captured, {self.num_replays} replays)"
+
+
+def _restart(generator: torch.Generator, seed: int, offset: int) -> None:
+    """Take a random generator out of a capture that has failed.
+
+    PyTorch does so at the end of a capture and not after a failed one: whoever draws
+    random numbers on this GPU later, for whatever purpose, would get an error.
+    """
+    fresh = torch.Generator(generator.device)
+    fresh.manual_seed(seed)
+    fresh.set_offset(offset)
+    generator.graphsafe_set_state(fresh)
 
 
 def _addresses(io_slot: IOSlot, previous: IOSlot | None) -> tuple[int, ...]:

@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from cbasync import smollm2
 from cbasync.random_models import frozen, random_8b, random_tiny, tiny_model
 
 __all__ = ["LoadedModel", "load_model", "tiny_model"]
@@ -85,6 +84,8 @@ def _finished(
 
 def _load_smollm2(dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """The small real model; a random one, with a notice, where it is not installed."""
+    from cbasync import smollm2  # the only one that needs a library for GGUF files
+
     folder = smollm2.package_folder()
     if folder is None:
         warnings.warn(

@@ -733,10 +733,11 @@ def test_a_batch_changes_the_cells_of_its_own_tokens_and_no_others(
             for old, new in zip(before, after, strict=True):
                 cells = (old != new).flatten(2).any(dim=-1).flatten()
                 changed |= set(cells.nonzero().flatten().tolist())
+            changed.discard(cache.padding_position)  # rows that pad a CUDA graph
             assert changed == live_cells(engine, trial.batches[-1])
     assert any(4 in batch.held for batch in trial.batches), "the last block is in use"
     assert cache.padding_position == 5 * 4
-    assert not cache.keys[0][5].any(), "the block of nobody"
+    assert not cache.keys[0][5][1:].any(), "the block of nobody"
 
 
 def test_no_block_of_the_manager_holds_the_padding_position(machine: Machine) -> None:
