@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,32 @@ class BatchShape:
         return self.work._replace(num_bytes=num_bytes)
 
 
+class BatchColumns(NamedTuple):
+    """A decided batch as columns, one entry a request, in the order of the batch."""
+
+    rows: Ints  # [R]   place in the host table
+    starts: Ints  # [R]   first position computed
+    stops: Ints  # [R]   position behind the last one computed
+    carries: Ints  # [R]   where the last input comes from, -1: the host
+    sampled: Ints | slice  # [S]   which of them get a token
+
+    @classmethod
+    def of(cls, output: SchedulerOutput) -> BatchColumns:
+        """The columns of a scheduler's decision; most batches are all decodes."""
+        occurrences = output.occurrences
+        rows = np.array([o.row for o in occurrences])
+        starts = np.array([o.start for o in occurrences])
+        carries = np.array([o.carry for o in occurrences])
+        if output.num_tokens == len(occurrences):
+            stops = starts + 1
+        else:
+            stops = starts + [o.length for o in occurrences]
+        sampled: Ints | slice = slice(None)
+        if output.num_sampled < len(occurrences):
+            sampled = np.flatnonzero([o.rank >= 0 for o in occurrences])
+        return cls(rows, starts, stops, carries, sampled)
+
+
 class RequestTable:
     """What the host knows of each running request, one row each, updated in place.
 
@@ -97,18 +124,17 @@ class RequestTable:
         self.token_ids[row, : request.num_tokens] = request.token_ids
         self.sampling.enter(request)
 
-    def apply(self, output: SchedulerOutput) -> None:
+    def apply(self, output: SchedulerOutput) -> BatchColumns:
         """Bring the table up to date with a scheduler's decision."""
         for request in output.admitted:
             self.enter(request)
         for row, index, block in output.new_blocks:
             self.block_table[row, index] = block
+        return BatchColumns.of(output)
 
-    def book(self, output: SchedulerOutput, tokens: npt.NDArray[np.int64]) -> None:
+    def book(self, columns: BatchColumns, tokens: Ints) -> None:
         """Write the sampled tokens of a collected batch, for later batches to read."""
-        sampled = [o for o in output.occurrences if o.rank >= 0]
-        rows = [o.row for o in sampled]
-        places = [o.start + o.length for o in sampled]
+        rows, places = columns.rows[columns.sampled], columns.stops[columns.sampled]
         self.token_ids[rows, places] = tokens
 
 
@@ -132,42 +158,38 @@ class BatchBuilder:
         self.max_num_seqs = config.max_num_seqs
         self.padding_position = config.num_blocks * config.block_size
         self.padding_row = config.num_rows
+        self._places = np.arange(config.max_num_batched_tokens)
 
-    def fill(self, io_slot: IOSlot, output: SchedulerOutput) -> BatchShape:
+    def fill(
+        self, io_slot: IOSlot, output: SchedulerOutput, columns: BatchColumns
+    ) -> BatchShape:
         """Write every array of the batch into the slot's host buffer."""
         host, table = io_slot.host, self.table
-        columns = np.array(
-            [(o.row, o.start, o.length, o.rank, o.carry) for o in output.occurrences]
-        )
-        rows, starts, lengths, _, carries = columns.T
+        rows, starts, stops, carries, _ = columns
         num_requests, num_tokens = len(rows), output.num_tokens
-        stops = starts + lengths
-        ends = lengths.cumsum()  # query_start_loc without its leading 0
-
-        row_of_token, positions = rows, starts
         is_mixed = num_tokens > num_requests
+
+        row_of_token, positions = rows, starts  # [T]
+        last = self._places[:num_requests]  # [R]   where each one's last token is
         if is_mixed:
+            lengths = stops - starts
+            last = lengths.cumsum() - 1
             row_of_token = rows.repeat(lengths)
-            positions = np.arange(num_tokens) - (ends - stops).repeat(lengths)
-        carried = carries >= 0
+            positions = self._places[:num_tokens] - (last + 1 - stops).repeat(lengths)
         host["input_ids"][:num_tokens] = table.token_ids[row_of_token, positions]
         host["carry_over"][:num_tokens] = -1
-        if carried.any():
-            host["input_ids"][ends[carried] - 1] = self.placeholder
-            host["carry_over"][ends[carried] - 1] = carries[carried]
+        carried = carries >= 0
+        host["input_ids"][last[carried]] = self.placeholder
+        host["carry_over"][last[carried]] = carries[carried]
         host["positions"][:num_tokens] = positions
-        blocks = table.block_table[row_of_token, positions // self.block_size]
-        host["slot_mapping"][:num_tokens] = (
-            blocks * self.block_size + positions % self.block_size
-        )
-        host["query_start_loc"][0] = 0
-        host["query_start_loc"][1 : num_requests + 1] = ends
+        index, offset = np.divmod(positions, self.block_size)
+        blocks = table.block_table[row_of_token, index]
+        host["slot_mapping"][:num_tokens] = blocks * self.block_size + offset
+        host["query_start_loc"][1 : num_requests + 1] = last + 1  # behind a 0
         host["seq_lens"][:num_requests] = stops
-        max_seq_len = int(stops.max())
         self._fill_block_table(io_slot, rows)
-        needs = self._fill_sampling(
-            io_slot, output, columns, ends, row_of_token, positions
-        )
+        host["logits_indices"][: output.num_sampled] = last[columns.sampled]
+        needs = self._fill_sampling(io_slot, output, columns, row_of_token, positions)
         if not is_mixed:
             self.pad(io_slot, num_requests, output.num_sampled)
         return BatchShape(
@@ -175,7 +197,7 @@ class BatchBuilder:
             num_requests=num_requests,
             num_tokens=num_tokens,
             num_sampled=output.num_sampled,
-            max_seq_len=max_seq_len,
+            max_seq_len=int(stops.max()),
             needs=needs,
             query_lens=tuple(lengths.tolist()) if is_mixed else None,
             seq_lens=tuple(stops.tolist()) if is_mixed else None,
@@ -211,17 +233,14 @@ class BatchBuilder:
         self,
         io_slot: IOSlot,
         output: SchedulerOutput,
-        columns: Ints,
-        ends: Ints,
+        columns: BatchColumns,
         row_of_token: Ints,
         positions: Ints,
     ) -> SamplerNeeds:
-        """Arrays of the sampled rows, in the order of their ranks."""
+        """What the sampler reads of its rows, in the order of their ranks."""
         host, table = io_slot.host, self.table
-        rows, starts, _, ranks, _ = columns.T
-        host["logits_indices"][: output.num_sampled] = ends[ranks >= 0] - 1
-        sampled = [o for o in output.occurrences if o.rank >= 0]
-        needs = table.sampling.fill(host, rows, starts, sampled)
+        rows, starts, _, _, sampled = columns
+        needs = table.sampling.fill(host, output, rows, starts, sampled)
         if needs.history:
             table.sampling.fill_history(host, row_of_token, positions)
         if needs.prompt_logprobs >= 0:

@@ -253,8 +253,8 @@ def _peers(
     """Tokens of transformers' own continuous batching, with as many blocks as ours."""
     config = _peer_config(prompts, max_tokens)
     # Without these sizes it would take most of the free memory for its cache.
-    batching = ContinuousBatchingConfig(
-        page_size=config.block_size,
+    batching = peer_batching(
+        config.block_size,
         num_blocks=config.num_blocks,
         max_batch_tokens=config.max_num_batched_tokens,
         use_cuda_graph=False,
@@ -279,6 +279,13 @@ def _peers(
         transformers_logging.set_verbosity(verbosity)
         loaded.model.set_attn_implementation("sdpa")
     return [list(output.generated_tokens) for output in outputs.values()]
+
+
+def peer_batching(block_size: int, **options: Any) -> ContinuousBatchingConfig:
+    """Settings of transformers' continuous batching, whose blocks had two names."""
+    fields = ContinuousBatchingConfig.__dataclass_fields__
+    name = "page_size" if "page_size" in fields else "block_size"
+    return ContinuousBatchingConfig(**(options | {name: block_size}))
 
 
 def fitting_config(lengths: Sequence[int], **changes: Any) -> EngineConfig:

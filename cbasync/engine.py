@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from cbasync.batch import BatchBuilder, BatchShape, RequestTable
+from cbasync.batch import BatchBuilder, BatchColumns, BatchShape, RequestTable
 from cbasync.carry_over import make_carry_over
 from cbasync.config import EngineConfig
 from cbasync.devices import Access, Device, Resource, make_device
@@ -34,6 +34,7 @@ class InFlight(NamedTuple):
     """A batch that has been launched and not yet collected."""
 
     output: SchedulerOutput
+    columns: BatchColumns
     shape: BatchShape
     io_slot: IOSlot
 
@@ -284,7 +285,7 @@ class Engine:
             h2d.wait(io_slot.compute_done, edge="slot_reuse")
             compute.wait(io_slot.d2h_done, edge="slot_reuse")
         io_slot.was_used = True
-        shape = self._prepare(io_slot, output)
+        columns, shape = self._prepare(io_slot, output)
 
         logprobs = max(shape.needs.num_logprobs, shape.needs.prompt_logprobs) >= 0
         if logprobs:
@@ -311,12 +312,12 @@ class Engine:
         )
         d2h.record(io_slot.d2h_done)
 
-        self.in_flight.append(InFlight(output, shape, io_slot))
+        self.in_flight.append(InFlight(output, columns, shape, io_slot))
         self._previous = io_slot
 
     def collect(self) -> list[Request]:
         """Wait for the oldest batch in flight and book its tokens."""
-        output, shape, io_slot = self.in_flight[0]
+        output, columns, shape, io_slot = self.in_flight[0]
         self._is_waiting = True
         io_slot.d2h_done.synchronize()
         self._is_waiting = False
@@ -325,7 +326,7 @@ class Engine:
         access = io_slot.access("update", output.batch, shape.work)
         with self.device.host_phase(access):
             tokens = io_slot.sampled_tokens[: shape.num_sampled]
-            self.table.book(output, tokens)
+            self.table.book(columns, tokens)
             kept = self.scheduler.update(output, tokens.tolist())
             self.counters.kept(kept, self.device.now_us())
             if max(shape.needs.num_logprobs, shape.needs.prompt_logprobs) >= 0:
@@ -333,13 +334,15 @@ class Engine:
             self._forget_finished()
         return [occurrence.request for occurrence in kept]
 
-    def _prepare(self, io_slot: IOSlot, output: SchedulerOutput) -> BatchShape:
+    def _prepare(
+        self, io_slot: IOSlot, output: SchedulerOutput
+    ) -> tuple[BatchColumns, BatchShape]:
         access = io_slot.access("prepare", output.batch)
         with self.device.host_phase(access) as phase:
-            self.table.apply(output)
-            shape = self.builder.fill(io_slot, output)
+            columns = self.table.apply(output)
+            shape = self.builder.fill(io_slot, output, columns)
             phase.work = shape.work
-        return shape
+        return columns, shape
 
     def _poison(self, output: SchedulerOutput) -> None:
         """Debug mode: spoil the blocks that have a new owner, before it has them."""

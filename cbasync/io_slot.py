@@ -18,6 +18,8 @@ from cbasync.trace import NO_WORK, Work
 
 SLOT_LETTERS = "ABCD"
 
+Names = Callable[[], list[Resource]]
+
 
 @dataclass(frozen=True)
 class SlotLayout:
@@ -124,6 +126,16 @@ class IOSlot:
         self.host = _host_views(self.host_inputs, layout)
         self.device = _device_views(self.device_inputs, layout)
         self._owners: dict[str, IOSlot] = {}
+        # What each phase reads and writes; only who watches asks for the names.
+        self._touched: dict[str, tuple[Names, Names]] = {
+            "prepare": (list, lambda: self.resources("host")),
+            "h2d": (
+                lambda: self.resources("host"),
+                lambda: self.resources("device"),
+            ),
+            "d2h": (lambda: self.sampled("device"), lambda: self.sampled("host")),
+            "update": (lambda: self.sampled("host"), list),
+        }
 
     @property
     def letter(self) -> str:
@@ -148,24 +160,9 @@ class IOSlot:
 
     def access(self, phase: str, batch: int, work: Work = NO_WORK) -> Access:
         """What a phase touches of this slot, for any phase but compute."""
-        reads: dict[str, Callable[[], list[Resource]]] = {
-            "h2d": lambda: self.resources("host"),
-            "d2h": lambda: self.sampled("device"),
-            "update": lambda: self.sampled("host"),
-        }
-        writes: dict[str, Callable[[], list[Resource]]] = {
-            "prepare": lambda: self.resources("host"),
-            "h2d": lambda: self.resources("device"),
-            "d2h": lambda: self.sampled("host"),
-        }
-        return Access(
-            phase,
-            batch,
-            self.index,
-            reads.get(phase, list),
-            writes.get(phase, list),
-            work,
-        )
+        nothing = (list, list)
+        reads, writes = self._touched.get(phase, nothing)
+        return Access(phase, batch, self.index, reads, writes, work)
 
     def share(self, name: str, owner: IOSlot) -> None:
         """Move one array out of this slot, into another's: a mistake, for teaching."""

@@ -69,6 +69,7 @@ class RunCounters:
         self.num_finished = 0
         self.num_output_tokens = 0
         self.num_rows = 0
+        self._silent: set[Request] = set()  # scheduled, and no token yet
 
     def scheduled(self, output: SchedulerOutput, now_us: float) -> None:
         """A batch was decided."""
@@ -76,17 +77,21 @@ class RunCounters:
         for request in output.admitted:
             if request.times.scheduled_us < 0:  # not after a preemption
                 request.times.scheduled_us = now_us
+                self._silent.add(request)
 
     def kept(self, kept: Sequence[Occurrence], now_us: float) -> None:
         """Tokens were booked."""
         self.num_output_tokens += len(kept)
-        for occurrence in kept:
-            if len(occurrence.request.output_token_ids) == 1:
-                occurrence.request.times.first_token_us = now_us
+        if self._silent:  # in most steps everybody has one
+            for occurrence in kept:
+                if occurrence.request in self._silent:
+                    occurrence.request.times.first_token_us = now_us
+                    self._silent.remove(occurrence.request)
 
     def finished(self, request: Request, now_us: float) -> None:
         """A request has ended."""
         request.times.finished_us = now_us
+        self._silent.discard(request)
         self.num_finished += 1
 
     def metrics(

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, record_function
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import GenerationConfig
 
+from cbasync.bench import peer_batching
 from cbasync.devices.access import Access
 from cbasync.engine import Engine
 from cbasync.foreign_trace import Profile, read_profile
@@ -136,8 +137,8 @@ def record_transformers(
         "generation_config": GenerationConfig(
             max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
-        "continuous_batching_config": ContinuousBatchingConfig(
-            page_size=16,
+        "continuous_batching_config": peer_batching(
+            16,
             num_blocks=requests * blocks_for(6 + requests + max_tokens, 16),
             max_batch_tokens=512,
             use_cuda_graph=device != "cpu",

@@ -71,6 +71,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_tokens: int = 0  # prompt and settled output
+    max_num_tokens: int = 0  # prompt and all the output it may have
     num_preemptions: int = 0
     discarded_tokens: int = 0  # computed after its end, thrown away
     num_cached_tokens: int = 0  # prompt tokens found in the cache
@@ -91,6 +92,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+        self.max_num_tokens = len(self.prompt_token_ids) + self.params.max_tokens
 
     @property
     def token_ids(self) -> list[int]:
@@ -104,11 +106,6 @@ class Request:
             return tuple(self.prompt_token_ids[start:stop])
         output = self.output_token_ids[max(0, start - prompt) : stop - prompt]
         return (*self.prompt_token_ids[start:prompt], *output)
-
-    @property
-    def num_promised_output_tokens(self) -> int:
-        """Output tokens, those in flight included."""
-        return len(self.output_token_ids) + self.num_pending_tokens
 
     @property
     def is_finished(self) -> bool:

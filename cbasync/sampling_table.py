@@ -10,7 +10,7 @@ import numpy.typing as npt
 from cbasync.config import EngineConfig
 from cbasync.request import Request
 from cbasync.sampler import NUM_SAMPLING_COLUMNS, SamplerNeeds
-from cbasync.scheduler import Occurrence
+from cbasync.scheduler import Occurrence, SchedulerOutput
 
 Ints = npt.NDArray[np.int64]
 Host = Mapping[str, npt.NDArray[np.int32]]
@@ -70,13 +70,13 @@ class SamplingTable:
     def fill(
         self,
         host: Host,
+        output: SchedulerOutput,
         rows: Ints,  # [R]
         starts: Ints,  # [R]   first position computed of each
-        sampled: Sequence[Occurrence],  # in the order of their ranks
+        sampled: Ints | slice,  # [S]   which of them get a token, by rank
     ) -> SamplerNeeds:
         """Write the arrays of the sampled rows; say what the batch needs."""
-        sampled_rows = np.array([o.row for o in sampled], np.int64)
-        count = len(sampled)
+        sampled_rows, count = rows[sampled], output.num_sampled
         host["token_rows"][:count] = sampled_rows
         flags = int(np.bitwise_or.reduce(self.flags[rows]))
         if not flags:
@@ -87,7 +87,7 @@ class SamplingTable:
             host["seeds"][:count] = self.seeds[sampled_rows]
         bias = False
         if flags & (BIAS | MIN_TOKENS):
-            bias = self._fill_bias(host, sampled)
+            bias = self._fill_bias(host, [o for o in output.occurrences if o.rank >= 0])
         return SamplerNeeds(
             is_random=bool(flags & RANDOM),
             filters=bool(flags & FILTERS),

@@ -134,32 +134,29 @@ class Scheduler:
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         """Give running requests their tokens, in order; return what is left."""
-        index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            index += 1
-            length = self._num_to_compute(request, output.batch)
-            if length == 0:
+        # Once per request and step, so without calls for what nearly always holds.
+        reach_back = self.config.carry_over == "slot"
+        before = output.batch - 1
+        for request in self.running:  # only its end may go away meanwhile
+            start, pending = request.num_computed_tokens, request.num_pending_tokens
+            stop = request.num_tokens + pending
+            if pending and (
+                stop >= request.max_num_tokens  # its last token is on the way
+                # Slot to slot reaches one batch back: rest, until the host knows it.
+                or (reach_back and request.last_batch != before)
+            ):
                 continue
-            length = min(length, budget)
-            stop = request.num_computed_tokens + length
+            if stop > start + budget:
+                stop = start + budget
             # Most decodes have room in their last block.
             if stop <= request.blocks.capacity or self._make_room(
                 request, stop, output
             ):
-                self._take(request, length, output)
-                budget -= length
+                self._take(request, stop - start, output)
+                budget -= stop - start
+                if budget == 0:
+                    break
         return budget
-
-    def _num_to_compute(self, request: Request, batch: int) -> int:
-        """Tokens this request could compute in this batch; 0 when it has to rest."""
-        pending = request.num_pending_tokens
-        if pending:
-            if request.num_promised_output_tokens >= request.params.max_tokens:
-                return 0  # its last token is on the way: no extra step
-            if self.config.carry_over == "slot" and request.last_batch != batch - 1:
-                return 0  # slot to slot reaches one batch back; wait for the host
-        return request.num_tokens + pending - request.num_computed_tokens
 
     def _make_room(
         self, request: Request, num_tokens: int, output: SchedulerOutput
@@ -183,11 +180,17 @@ class Scheduler:
                 output.new_blocks.append((request.row, held + i, block))
         return True
 
-    def _take(self, request: Request, length: int, output: SchedulerOutput) -> None:
-        start = request.num_computed_tokens
+    @staticmethod
+    def _take(request: Request, length: int, output: SchedulerOutput) -> None:
         output.occurrences.append(
             Occurrence(
-                request, request.row, start, length, -1, -1, request.num_preemptions
+                request,
+                request.row,
+                request.num_computed_tokens,
+                length,
+                -1,
+                -1,
+                request.num_preemptions,
             )
         )
         output.num_tokens += length
@@ -246,13 +249,14 @@ class Scheduler:
         for occurrence in output.occurrences:
             request = occurrence.request
             stop = occurrence.start + occurrence.length
-            if request.num_pending_tokens and stop > request.num_tokens:
+            known, pending = request.num_tokens, request.num_pending_tokens
+            if stop > known:  # its last input is a token that is still in flight
                 occurrence.carry = request.last_rank if slot_to_slot else request.row
             request.num_computed_tokens = stop
             request.last_batch = batch
-            if stop == request.num_tokens + request.num_pending_tokens:
+            if stop == known + pending:
                 occurrence.rank = request.last_rank = rank
-                request.num_pending_tokens += 1
+                request.num_pending_tokens = pending + 1
                 rank += 1
         output.num_sampled = rank
 
@@ -268,29 +272,44 @@ class Scheduler:
         """
         self.blocks.pool.collected(output.batch)
         self.rows.collected(output.batch)
-        size = self.config.block_size
-        kept, any_finished = [], False
+        size, finished = self.config.block_size, RequestStatus.FINISHED
+        kept: list[Occurrence] = []
+        may_end: list[tuple[Request, int]] = []
         for occurrence in output.occurrences:
-            request = occurrence.request
-            if occurrence.rank >= 0:
+            request, rank = occurrence.request, occurrence.rank
+            if rank >= 0:
                 request.num_pending_tokens -= 1
-                if request.is_finished:
+                if request.status is finished:
                     request.discarded_tokens += 1
                     self.discarded_tokens += 1
                     continue
-                token = tokens[occurrence.rank]
+                token = tokens[rank]
                 request.output_token_ids.append(token)
                 request.num_tokens += 1
                 kept.append(occurrence)
+                if (
+                    token in request.stop_token_ids
+                    or request.num_tokens >= request.max_num_tokens
+                    or request.on_token is not None
+                ):
+                    may_end.append((request, token))
             stop = occurrence.start + occurrence.length
-            if stop // size > occurrence.start // size:
+            if stop % size < occurrence.length:  # it went past the end of a block
                 self._publish(occurrence, stop // size)
-            if occurrence.rank >= 0 and (reason := self._end(request, token)):
-                self._finish(request, reason)
-                any_finished = True
-        if any_finished:
-            self._forget_finished()
+        self._end_some(may_end)
         return kept
+
+    def _end_some(self, candidates: Sequence[tuple[Request, int]]) -> None:
+        """End those whose new token ends them, for whichever reason comes first."""
+        ended = [
+            (request, reason)
+            for request, token in candidates
+            if (reason := self._reason(request, token)) is not None
+        ]
+        for request, reason in ended:
+            self._finish(request, reason)
+        if ended:
+            self._forget_finished()
 
     def _publish(self, occurrence: Occurrence, num_full: int) -> None:
         """Let others find the blocks that this batch has filled.
@@ -307,12 +326,12 @@ class Scheduler:
             self.blocks.publish(request.blocks, index, tokens)
 
     @staticmethod
-    def _end(request: Request, token: int) -> FinishReason | None:
+    def _reason(request: Request, token: int) -> FinishReason | None:
         if token in request.stop_token_ids:
             return "stop"
         if request.on_token is not None and request.on_token(token):
             return "stop"
-        if len(request.output_token_ids) >= request.params.max_tokens:
+        if request.num_tokens >= request.max_num_tokens:
             return "length"
         return None
 

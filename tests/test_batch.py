@@ -46,8 +46,8 @@ class Bench:
         output = self.scheduler.schedule()
         assert output is not None
         io_slot = self.slots[output.batch % 2]
-        self.table.apply(output)
-        self.shape = self.builder.fill(io_slot, output)
+        self.columns = self.table.apply(output)
+        self.shape = self.builder.fill(io_slot, output, self.columns)
         return output, io_slot
 
 
@@ -98,7 +98,7 @@ def test_decodes_only_in_the_steady_state(bench: Bench) -> None:
 def test_a_collected_token_comes_from_the_host(bench: Bench) -> None:
     request = bench.add("a", [5, 6, 7])
     output, _ = bench.next()
-    bench.table.book(output, np.array([13]))
+    bench.table.book(bench.columns, np.array([13]))
     bench.scheduler.update(output, [13])
     _, slot = bench.next()
     assert host(slot, "input_ids", 1) == [13]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cbasync.devices.access import Access, Observer
 from cbasync.timeline import Span, Timeline
-from cbasync.trace import NO_WORK, Work
 
 Mark = Callable[[Access], AbstractContextManager[object]]
 """What encloses the work of a phase while a profiler looks on."""
@@ -110,12 +109,34 @@ def _marked(op: Callable[[], None], mark: Mark, access: Access) -> Callable[[], 
     return run
 
 
-@dataclass(slots=True)
 class HostPhase:
-    """Host work under way; what it finds out about its batch is filled in meanwhile."""
+    """Host work under way: it times itself, and is logged if nothing failed in it.
 
-    batch: int  # -1: there was no batch after all
-    work: Work = NO_WORK
+    What the work finds out about its batch, `batch` and `work`, is filled in meanwhile.
+    A class and not a generator, because there are three of them in every step.
+    """
+
+    __slots__ = ("_access", "_device", "_mark", "_start_us", "batch", "work")
+
+    def __init__(self, device: Device, access: Access) -> None:
+        self.batch = access.batch  # -1: there was no batch after all
+        self.work = access.work
+        self._access = access
+        self._device = device
+        self._mark = device.mark(access) if device.mark is not None else None
+        self._start_us = 0.0
+
+    def __enter__(self) -> HostPhase:
+        self._start_us = self._device.now_us()
+        if self._mark is not None:
+            self._mark.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(*exc)
+        if exc[0] is None:
+            self._device.end_host(self._access, self, self._start_us)
 
 
 class Device(ABC):
@@ -165,17 +186,17 @@ class Device(ABC):
     def close(self) -> None:
         """Give threads and memory back. The device cannot be used afterwards."""
 
-    @contextmanager
-    def host_phase(self, access: Access) -> Iterator[HostPhase]:
+    def host_phase(self, access: Access) -> HostPhase:
         """Time one phase of host work and log it on the cpu lane."""
         for observer in self.observers:
             observer.on_host(access)
         self._begin_host(access)
-        phase = HostPhase(access.batch, access.work)
-        start_us = self.now_us()
-        with self.mark(access) if self.mark is not None else nullcontext():
-            yield phase
+        return HostPhase(self, access)
+
+    def end_host(self, access: Access, phase: HostPhase, start_us: float) -> None:
+        """Log a phase of host work that is over; `HostPhase` calls this."""
         self._end_host(access, phase)
+        end_us = self.now_us()
         self._timeline.add(
             Span(
                 "cpu",
@@ -183,7 +204,7 @@ class Device(ABC):
                 phase.batch,
                 access.slot,
                 start_us,
-                self.now_us(),
+                end_us,
                 phase.work,
             )
         )

@@ -43,7 +43,8 @@ class CudaStream(Stream):
 
     def _launch(self, op: Callable[[], None], access: Access) -> None:
         device = self.device
-        with torch.cuda.stream(self.raw), torch.no_grad():
+        # The stream by itself: torch.cuda.stream() would look its GPU up three times.
+        with self.raw, torch.no_grad():
             if not device.record_timeline:
                 op()
                 return
