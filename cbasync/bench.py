@@ -66,7 +66,8 @@ def machine_facts() -> Result:
         "cuda": torch.version.cuda,
         "transformers": version("transformers"),
         "cbasync": cbasync.__version__,
-        "commit": _output_of(commit) if (ROOT / ".git").exists() else None,
+        # A copy of the tree on another machine has no history: let it be told.
+        "commit": os.environ.get("CBASYNC_COMMIT") or _output_of(commit),
         "command": f"python -m cbasync {shlex.join(sys.argv[1:])}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

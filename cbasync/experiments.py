@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 
 import torch
 
@@ -165,7 +166,8 @@ def fitted(sync: Measured, overlapped: Measured, base: Setting) -> CostModel:
 
     What the GPU needs is read off the overlapped run: there a batch's kernels are
     queued before it starts, and its span holds no time of launching. What the host
-    needs is read off the synchronous run. Launching is in no phase, and nearly all of
+    needs is read off the synchronous run, as is the time it takes to wake up after a
+    wait: a host that is late never sleeps. Launching is in no phase, and nearly all of
     it is that of the forward pass: what the virtual device lacks to take as long as
     the synchronous run did is added to `prepare`, which comes just before.
     """
@@ -177,6 +179,7 @@ def fitted(sync: Measured, overlapped: Measured, base: Setting) -> CostModel:
         if span.batch > 0  # the first one reads the prompts
     ]
     model = CostModel.fit(Timeline("the runs without added time", parts))
+    model = replace(model, wake_us=_wake_us(sync.timeline))
     base = replace(base, mode="sync")
     for _ in range(3):  # the time is linear in what is added, up to rounding
         missing_s = sync.result["total_s"] - predicted_s(model, base)
@@ -184,6 +187,16 @@ def fitted(sync: Measured, overlapped: Measured, base: Setting) -> CostModel:
         fixed_us = max(0.0, model.prepare.fixed_us + 1e6 * missing_s / steps)
         model = replace(model, prepare=replace(model.prepare, fixed_us=fixed_us))
     return model
+
+
+def _wake_us(sync: Timeline) -> float:
+    """From the end of a batch's last copy to the host's update: it slept meanwhile."""
+    copied = {span.batch: span.end_us for span in sync.lane("d2h")}
+    return median(
+        max(0.0, span.start_us - copied[span.batch])
+        for span in sync.lane("cpu")
+        if span.phase == "update" and span.batch in copied
+    )
 
 
 def predicted_s(model: CostModel, setting: Setting) -> float:

@@ -24,7 +24,7 @@ from cbasync.timeline import HOST_PHASES, PHASES, Span, Timeline
 _PIECE = 1 << 20
 _RANGES = ("user_annotation",)
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
 _COPIES = {"HtoD": "h2d", "DtoH": "d2h"}
 
 
@@ -189,7 +189,7 @@ def read_profile(path: str | Path, *, progress: bool = True) -> Profile:
 def _keep(profile: Profile, raw: dict[str, Any]) -> None:
     category, args = raw.get("cat", ""), raw.get("args", {})
     start_us = float(raw["ts"])
-    if category in _LAUNCHES:
+    if category in LAUNCHES:
         if "correlation" in args:
             profile.launches[args["correlation"]] = start_us
         return

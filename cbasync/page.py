@@ -118,7 +118,7 @@ def _preset(costs: CostModel, batch: int, depth: int, context: int) -> dict[str,
         "remark": _article_remark() if costs == ARTICLE else "",
         "batch": batch,
         "depth": depth,
-        "costs": {"launch_us": costs.launch_us, **parts},
+        "costs": {"launch_us": costs.launch_us, "wake_us": costs.wake_us, **parts},
     }
 
 

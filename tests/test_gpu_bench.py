@@ -100,7 +100,7 @@ def simulated(mode: str, costs: CostModel, setting: Setting) -> Measured:
 @pytest.mark.parametrize("delay_ms", [0.0, 3.0, 9.0, 30.0])
 def test_a_fitted_machine_predicts_other_delays(delay_ms: float) -> None:
     base = replace(SMALL, new_tokens=60)
-    machine = replace(LAPTOP, launch_us=0.0)
+    machine = replace(LAPTOP, launch_us=0.0, wake_us=150.0)
     model = experiments.fitted(
         simulated("sync", machine, base), simulated("async", machine, base), base
     )

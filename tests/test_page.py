@@ -164,7 +164,7 @@ def params_of(costs: CostModel, batch: int, depth: int, steps: int) -> Params:
         "batch": batch,
         "depth": depth,
         "steps": steps,
-        "costs": {"launch_us": costs.launch_us}
+        "costs": {"launch_us": costs.launch_us, "wake_us": costs.wake_us}
         | {
             phase: {"fixed_us": c.fixed_us, "per_request_us": c.per_request_us}
             for phase, c in phases.items()
@@ -175,9 +175,9 @@ def params_of(costs: CostModel, batch: int, depth: int, steps: int) -> Params:
 def model_of(params: Params) -> CostModel:
     """The other way round."""
     costs = dict(params["costs"])
-    launch_us = costs.pop("launch_us")
+    waits = {name: costs.pop(name) for name in ("launch_us", "wake_us")}
     phases: dict[str, Any] = {phase: PhaseCost(**cost) for phase, cost in costs.items()}
-    return CostModel("page", **phases, launch_us=launch_us)
+    return CostModel("page", **phases, **waits)
 
 
 def cases() -> list[Params]:
@@ -203,7 +203,8 @@ def _random_case(draw: random.Random) -> Params:
 
     phases: dict[str, Any] = {phase: cost() for phase in PHASES}
     launch_us = draw.choice([0.0, 20.0])
-    model = CostModel("random", **phases, launch_us=launch_us)
+    wake_us = draw.choice([0.0, 90.0])
+    model = CostModel("random", **phases, launch_us=launch_us, wake_us=wake_us)
     return params_of(model, draw.randint(1, 40), draw.randint(0, 3), draw.randint(1, 9))
 
 

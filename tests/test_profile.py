@@ -24,7 +24,7 @@ from cbasync.foreign_trace import iter_events, load_timeline, read_profile
 from cbasync.model_runner import ModelRunner
 from cbasync.models import tiny_model
 from cbasync.mutants import EVEN_COSTS
-from cbasync.profile import profile
+from cbasync.profile import lean, profile
 from cbasync.sampling import SamplingParams
 from cbasync.timeline import CAUSES, PHASES, Span, Timeline
 
@@ -281,6 +281,33 @@ def test_idle_causes_of_recorded_traces_add_up(path: Path) -> None:
     assert sum(causes.values()) == pytest.approx(run.idle_us, abs=1.0)  # microsecond
     assert run.idle_us > 0
     assert path.stat().st_size < 1_000_000
+
+
+def test_trace_of_transformers_on_a_gpu_agrees_with_its_raw_events() -> None:
+    path = ROOT / "data" / "traces" / "transformers-h200.json.gz"
+    kernels = [
+        event
+        for event in raw_events(path)
+        if event.get("cat") in ("kernel", "gpu_memset")
+    ]
+    run = load_timeline(path, progress=False)
+    assert 1 - run.gpu_active == pytest.approx(raw_idle_share(kernels), rel=1e-3)
+
+
+def test_a_lean_trace_reads_the_same(tmp_path: Path, gpu_file: Path) -> None:
+    whole = gpu_trace()
+    bulk = {"ph": "X", "pid": 1, "tid": 7, "ts": 1.0, "dur": 1.0}
+    whole["traceEvents"] += [
+        bulk | {"name": "aten::mm", "cat": "cpu_op", "args": {}},
+        bulk | {"name": "cudaEventQuery", "cat": "cuda_runtime", "args": {}},
+    ]
+    whole["traceEvents"][9]["args"]["grid"] = [1, 2, 3]
+    slim = lean(whole)
+    assert len(slim["traceEvents"]) == len(gpu_trace()["traceEvents"])
+    assert "grid" not in str(slim)
+    write_trace(slim, tmp_path / "slim.json.gz")
+    ours = load_timeline(tmp_path / "slim.json.gz", progress=False)
+    assert ours == load_timeline(gpu_file, progress=False)
 
 
 def test_trace_of_transformers_agrees_with_its_raw_events() -> None:

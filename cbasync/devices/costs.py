@@ -49,7 +49,7 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The machine being modelled: one cost per phase, and one per launch.
+    """The machine being modelled: a cost a phase, one a launch, one a wait of the host.
 
     >>> ARTICLE.duration_us("compute", Work(num_requests=32))
     27890.0
@@ -63,6 +63,7 @@ class CostModel:
     d2h: PhaseCost = PhaseCost()
     update: PhaseCost = PhaseCost()
     launch_us: float = 0.0  # host time to put one op in a queue
+    wake_us: float = 0.0  # until a host that slept for an event goes on
     note: str = ""  # where the numbers are from
 
     def duration_us(self, phase: str, work: Work) -> float:

@@ -26,8 +26,12 @@ class SimEvent(Event):
         return self.record is None or self.record.end_us <= self.device.machine.now_us
 
     def _synchronize(self) -> None:
+        machine = self.device.machine
         if self.record is not None:
-            self.device.machine.synchronize(self.record)
+            must_wait = self.record.end_us > machine.now_us
+            machine.synchronize(self.record)
+            if must_wait:
+                machine.advance(self.device.costs.wake_us)
 
 
 class SimStream(Stream):
