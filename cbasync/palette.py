@@ -18,6 +18,7 @@ PHASE_COLOURS = {
 IDLE_GROUND = "#f1f1ee"
 IDLE_LINE = "#8a8a86"
 RACE_COLOUR = "#c1121f"
+CARRIED_GROUND = "#fdf1b8"  # a token that is carried over; the colour of no phase
 INK, SOFT_INK, GRID = "#1c1c1c", "#5b5b5b", "#e2e2de"
 FONT = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif"
 

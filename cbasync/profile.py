@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,12 +79,15 @@ def range_of(access: Access) -> Any:
 
 def all_threads() -> torch.profiler.profile:
     """A profiler that sees every thread, streams that are threads among them."""
+    # Else the profiler's library greets and takes its leave on stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     # Without this option only the thread that starts the profiler is recorded.
     return torch.profiler.profile(
         activities=activities,
+        acc_events=True,  # there is one cycle only, and no warning about others
         experimental_config=_ExperimentalConfig(profile_all_threads=True),
     )
 

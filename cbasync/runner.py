@@ -89,7 +89,7 @@ class ScriptedRunner:
         """One gather and one formula instead of a forward pass."""
         inputs, sampled = io_slot.device, slice(shape.num_sampled)
         last = inputs["logits_indices"][sampled]
-        token = inputs["input_ids"].index_select(0, last)
+        token = inputs["input_ids"].index_select(0, last).long()
         source = carry_over.source(previous)
         if source is not None:
             carried_from = inputs["carry_over"].index_select(0, last)

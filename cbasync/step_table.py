@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 from cbasync.palette import (
+    CARRIED_GROUND,
     IDLE_GROUND,
     PHASE_COLOURS,
     SOFT_INK,
@@ -16,7 +17,6 @@ from cbasync.palette import (
 from cbasync.steps import TOKEN_ARRAYS, Step
 
 _CELL = "padding:2px 7px;text-align:right;border:1px solid #ddd"
-_CARRIED = "#fdf1b8"  # none of the phases: colours of phases mean phases only
 
 
 def step_html(steps: Sequence[Step], index: int) -> str:
@@ -76,7 +76,7 @@ def _slot_table(step: Step, steps: Sequence[Step], what: str) -> str:
     )
     rows = [_row("request", owners, [_tint(steps, name) for name in owners])]
     is_carried = [source >= 0 for source in step.arrays["carry_over"]]
-    marks = [_CARRIED if carried else "" for carried in is_carried]
+    marks = [CARRIED_GROUND if carried else "" for carried in is_carried]
     for name in TOKEN_ARRAYS:
         colours = marks if name in ("input_ids", "carry_over") else [""] * len(owners)
         rows.append(_row(name, step.arrays[name], colours))

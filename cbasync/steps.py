@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from cbasync.carry_over import carry
 from cbasync.config import EngineConfig
 from cbasync.devices.sim import SimDevice
@@ -47,8 +45,8 @@ class RecordingEngine(AsyncEngine):
         self.steps: list[Step] = []
 
     def launch(self, output: SchedulerOutput) -> None:
-        previous = self._previous
-        former = previous.device_sampled.tolist() if previous else []
+        source = self.carry_over.source(self._previous)
+        former = None if source is None else source.clone()
         super().launch(output)
         io_slot, shape = self.in_flight[-1].io_slot, self.in_flight[-1].shape
         tokens = slice(output.num_tokens)
@@ -57,8 +55,8 @@ class RecordingEngine(AsyncEngine):
             for name in TOKEN_ARRAYS
         }
         ids = io_slot.device["input_ids"][tokens].long()
-        if former:
-            ids = carry(ids, io_slot.device["carry_over"][tokens], torch.tensor(former))
+        if former is not None:
+            ids = carry(ids, io_slot.device["carry_over"][tokens], former)
         last = self.steps[-1].sampled if self.steps else ()
         self.steps.append(
             Step(

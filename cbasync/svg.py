@@ -59,7 +59,8 @@ def timeline_svg(
     height = round(scale.y(paper.rows) + BOTTOM)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" font-family="{FONT}" font-size="12" '
+        f'width="{width}" style="max-width:100%;height:auto" '
+        f'font-family="{FONT}" font-size="12" '
         f'fill="{INK}">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         _patterns(),

@@ -27,6 +27,7 @@ from cbasync.mutants import EVEN_COSTS
 from cbasync.profile import lean, profile
 from cbasync.sampling import SamplingParams
 from cbasync.timeline import CAUSES, PHASES, Span, Timeline
+from cbasync.trace import write_trace
 
 ROOT = Path(__file__).parents[1]
 TRACES = sorted((ROOT / "data" / "traces").glob("*.json.gz"))

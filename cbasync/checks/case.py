@@ -6,6 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
+class CheckError(AssertionError):
+    """What is wrong with a learner's function, in words.
+
+    A notebook shows the words and no traceback: that would show the lines around a
+    check, and with them the answers.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
 class Case(NamedTuple):
     """One input with its answer, and the question to ask whoever misses it."""
 
@@ -24,10 +35,10 @@ def check(name: str, function: Callable[..., Any], cases: Sequence[Case]) -> Non
         try:
             got = function(*case.given)
         except NotImplementedError:
-            raise AssertionError(f"{name}: nothing written yet") from None
+            raise CheckError(f"{name}: nothing written yet") from None
         if not _equal(got, case.expected):
             given = ", ".join(map(repr, case.given))
-            raise AssertionError(
+            raise CheckError(
                 f"{name}({given})\n  expected {case.expected!r}\n  got      {got!r}\n"
                 f"  {case.question}"
             )

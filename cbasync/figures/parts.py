@@ -13,8 +13,8 @@ def picture_svg(height: int, parts: Sequence[str]) -> str:
     """A whole SVG file, `WIDTH` wide, of these parts; lengths are pixels."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'width="{WIDTH}" height="{height}" font-family="{FONT}" font-size="13" '
-        f'fill="{INK}">'
+        f'width="{WIDTH}" style="max-width:100%;height:auto" '
+        f'font-family="{FONT}" font-size="13" fill="{INK}">'
     )
     ground = f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>'
     return "\n".join([head, ground, *parts, "</svg>"]) + "\n"
