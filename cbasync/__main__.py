@@ -198,12 +198,20 @@ def page_command(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
+def assignments_command(parser: argparse.ArgumentParser) -> Run:
+    """Hand out the assignments and grade what comes back; for teachers."""
+    from cbasync.grading.command import declare
+
+    return declare(parser)
+
+
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
     "demo": demo_command,
     "bench": bench_command,
     "sim": sim_command,
     "races": races_command,
     "page": page_command,
+    "assignments": assignments_command,
 }
 
 
