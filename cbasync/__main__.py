@@ -106,7 +106,7 @@ def _bench_gpu(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """Run one experiment or a series; its result, and how to show it."""
     import torch
 
-    from cbasync import experiments, gpu_bench
+    from cbasync import experiments, gpu_bench, published, series_tables
     from cbasync.models import load_model
 
     if not torch.cuda.is_available():
@@ -129,8 +129,8 @@ def _bench_gpu(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     loaded = load_model(args.model or "random-8b", device="cuda")
     if args.series:
         result = experiments.SERIES[args.series](loaded, setting)
-        return result, experiments.series_table
-    return gpu_bench.bench_gpu(loaded, setting, modes, args.trace), gpu_bench.gpu_table
+        return result, series_tables.series_table
+    return published.bench_gpu(loaded, setting, modes, args.trace), published.gpu_table
 
 
 def sim_command(parser: argparse.ArgumentParser) -> Run:

@@ -86,7 +86,8 @@ class Engine:
         self.counters = RunCounters(config, self.device.now_us())
         self._arrivals = count()
         try:  # the most likely to fail, so before any stream is made
-            runner.prepare(config, self.device)
+            with self.device.setting_up():
+                runner.prepare(config, self.device)
         except BaseException:
             runner.close()
             raise

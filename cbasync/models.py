@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from cbasync.devices.threads import alone
 from cbasync.random_models import frozen, random_8b, random_tiny, tiny_model
 
 __all__ = ["LoadedModel", "load_model", "tiny_model"]
@@ -66,9 +68,10 @@ stops at [])
     device = torch.device(device)
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name in _KNOWN_MODELS:
-        return _KNOWN_MODELS[str(name)](dtype, device)
-    return _load_pretrained(os.fspath(name), dtype, device)
+    with alone() if device.type == "cpu" else nullcontext():
+        if name in _KNOWN_MODELS:
+            return _KNOWN_MODELS[str(name)](dtype, device)
+        return _load_pretrained(os.fspath(name), dtype, device)
 
 
 def _finished(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from cbasync.devices.threads import alone
+
 # What some models ask of their attention function, by the argument's name. The
 # engine's function does plain attention and would give other tokens in silence.
 _SPECIAL_ATTENTION = {
@@ -168,7 +170,7 @@ def _recorded(model: PreTrainedModel) -> list[_AttentionCall]:
     before = model.config._attn_implementation
     model.set_attn_implementation("cbasync_recording")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), alone():
             model(
                 input_ids=ids,
                 position_ids=positions[None],

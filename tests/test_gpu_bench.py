@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from cbasync import experiments, gpu_bench
+from cbasync import experiments, gpu_bench, series_tables
 from cbasync.devices import SimDevice, ThreadsDevice
 from cbasync.devices.costs import LAPTOP, CostModel
 from cbasync.engine import AsyncEngine, SyncEngine
-from cbasync.gpu_bench import Measured, Setting, cut, explain, measure
+from cbasync.gpu_bench import Measured, Setting, measure
 from cbasync.models import LoadedModel, load_model
+from cbasync.published import cut, explain
 from cbasync.runner import ScriptedRunner
 from cbasync.timeline import Timeline
 
@@ -130,7 +131,7 @@ def test_every_series_runs_and_prints(
     result = experiments.SERIES[name](loaded, SMALL)
     json.dumps(result)
     points = result["steps"] if name == "ladder" else result["points"]
-    rows, *_ = experiments.series_table(result).split("\n\n")
+    rows, *_ = series_tables.series_table(result).split("\n\n")
     assert len(rows.splitlines()) == len(points) + 1
     if name == "ladder":
         wrong = {step["step"]: step["wrong_tokens"] for step in points}

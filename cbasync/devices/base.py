@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -182,6 +182,10 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Make the host wait until every stream is empty."""
+
+    def setting_up(self) -> AbstractContextManager[None]:
+        """Around what the host computes by itself before the first batch."""
+        return nullcontext()
 
     def close(self) -> None:
         """Give threads and memory back. The device cannot be used afterwards."""

@@ -6,7 +6,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -17,6 +18,23 @@ from cbasync.timeline import Span
 
 Delay = Callable[[str], float]
 """phase -> seconds an op is held up before it runs; for tests."""
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let torch compute on the calling thread alone for a while, without helpers.
+
+    OpenMP gives each thread that computes in parallel helpers of its own, and keeps
+    them. With more of them than cores it no longer lets them spin between two kernels,
+    and a forward pass takes about a fifth longer. So whoever loads a model or makes a
+    cache leaves the helpers to the compute stream.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Ticket:
@@ -196,6 +214,9 @@ class ThreadsDevice(Device):
 
     def now_us(self) -> float:
         return (time.perf_counter() - self._epoch) * 1e6
+
+    def setting_up(self) -> AbstractContextManager[None]:
+        return alone()
 
     def raise_error(self) -> None:
         """Tell the host about an op that failed on any stream."""
