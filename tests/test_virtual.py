@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cbasync.devices import Access, SimDevice
 from cbasync.devices.costs import CostModel, PhaseCost
@@ -152,6 +155,57 @@ def test_a_host_write_under_a_copy(order: Order, seen: str) -> None:
     cells.values["x"] = "b"
     cells.machine.drain()
     assert cells.values["y"] == seen
+
+
+def test_nobody_is_let_through_who_waits_for_the_one_that_holds_back() -> None:
+    """The third op may not go before the first, whose stream it follows."""
+    machine = VirtualMachine("worst")
+    ran: list[int] = []
+    h2d, compute = Queue("h2d"), Queue("compute")
+    for number, (queue, reads, writes) in enumerate(
+        [(h2d, "a", "b"), (compute, "c", "b"), (h2d, "b", "a")]
+    ):
+        machine.launch(
+            queue, partial(ran.append, number), queue.name, 1.0, [reads], [writes]
+        )
+    machine.drain()
+    assert ran == [1, 0, 2]
+
+
+@given(st.data())
+def test_in_any_order_each_op_runs_once_and_no_edge_is_broken(
+    data: st.DataObject,
+) -> None:
+    machine = VirtualMachine(data.draw(st.sampled_from(ORDERS)))
+    queues = [Queue(name) for name in "abc"]
+    names = st.frozensets(st.sampled_from("xyz"), max_size=2)
+    ran: list[int] = []
+    before: list[tuple[int, int]] = []
+    last: dict[str, int] = {}
+    waited: dict[str, list[int]] = {queue.name: [] for queue in queues}
+    for number in range(data.draw(st.integers(1, 9))):
+        queue = data.draw(st.sampled_from(queues))
+        other = data.draw(st.sampled_from(queues))
+        if other is not queue and other.tail is not None:
+            machine.wait(queue, other.tail)
+            waited[queue.name].append(last[other.name])
+        edges = [
+            *waited[queue.name],
+            *([last[queue.name]] if queue.name in last else []),
+        ]
+        before += [(first, number) for first in edges]
+        last[queue.name] = number
+        machine.launch(
+            queue,
+            partial(ran.append, number),
+            queue.name,
+            data.draw(st.sampled_from([1.0, 3.0])),
+            data.draw(names),
+            data.draw(names),
+        )
+    machine.drain()
+    assert sorted(ran) == list(range(number + 1))
+    assert all(ran.index(first) < ran.index(second) for first, second in before)
 
 
 def test_the_worst_order_obeys_chains_of_edges() -> None:

@@ -213,7 +213,7 @@ class VirtualMachine:
 
     # ------------------------------------------------------------------ worst order
 
-    def _demand(self, node: Node) -> None:
+    def _demand(self, node: Node, held: tuple[Node, ...] = ()) -> None:
         """Make a node take effect, as late as allowed: what may go before it goes.
 
         An op issued later that conflicts with this one, and that no chain of streams
@@ -221,16 +221,18 @@ class VirtualMachine:
         """
         if node.done:
             return
+        held = (*held, node)
         for pred in node.preds:
-            self._demand(pred)
+            self._demand(pred, held)
         for other in list(self._pending):
             if (
                 not other.done
                 and other.number > node.number
                 and _conflict(node, other)
-                and not _comes_before(node, other)
+                # Nor may it be one that has to wait for whoever lets this one through.
+                and not any(_comes_before(each, other) for each in held)
             ):
-                self._demand(other)
+                self._demand(other, held)
         self._take_effect(node)
 
 
