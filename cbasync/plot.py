@@ -31,6 +31,9 @@ Spec = dict[str, Any]
 
 LETTERS = 105  # that fit beside one another into the width of a figure
 
+MARGIN = {"l": 48, "r": 12, "t": 56, "b": 44}  # pixels
+TITLE_PX = 30
+
 
 def timeline_spec(
     *runs: Timeline | Drawing,
@@ -186,10 +189,13 @@ def _layout(paper: Paper, shown_ms: float, title: str) -> Spec:
         }
         for row, words in paper.names
     ]
+    above = TITLE_PX if title else 0  # so that the legend stays below the title
+    heading = {"text": title, "x": 0, "xref": "paper", "y": 1, "yref": "container"}
     return base_layout(
-        title={"text": title, "x": 0, "xref": "paper"} if title else {"text": ""},
+        title=heading | {"yanchor": "top", "pad": {"t": 10}} if title else {"text": ""},
         barmode="overlay",
-        height=int(90 + 36 * paper.rows) + (30 if title else 0),
+        margin=MARGIN | {"t": MARGIN["t"] + above},
+        height=int(90 + 36 * paper.rows) + above,
         annotations=names,
         xaxis={
             "title": {"text": f"ms{' · ' + paper.cut if paper.cut else ''}"},
@@ -218,7 +224,7 @@ def base_layout(**more: Any) -> Spec:
         "font": {"family": FONT, "size": 13, "color": INK},
         "paper_bgcolor": "#ffffff",
         "plot_bgcolor": "#ffffff",
-        "margin": {"l": 48, "r": 12, "t": 56, "b": 44},
+        "margin": MARGIN,
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         "hoverlabel": {"align": "left"},
         **more,

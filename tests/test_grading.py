@@ -174,6 +174,14 @@ def test_every_end_is_a_fault_with_its_own_words(name: str, folder: Path) -> Non
     assert words in str(fault)
 
 
+def test_memory_is_limited_to_what_the_message_says(folder: Path) -> None:
+    code = "def f(mb): return len(bytearray(mb << 20))"
+    with submit(folder, code, Limits(memory_mb=128)) as submission:
+        assert submission.call("f", 64) == 64 << 20
+        with pytest.raises(Died, match="more than 128 MB"):
+            submission.call("f", 129)
+
+
 def test_a_dead_process_stays_dead(folder: Path) -> None:
     code = "import os\ndef f(): os._exit(0)\ndef g(): return 1"
     with submit(folder, code) as submission:
@@ -421,6 +429,7 @@ def test_points_are_whole_numbers_with_words() -> None:
     [
         ("import os; os.kill(os.getpid(), 9)", "was ended by signal SIGKILL"),
         ("", "ended itself with exit code 0"),
+        ("0", "the grader's file is broken"),
         ("print(1 / 0)", "exit code 1: ZeroDivisionError: division by zero"),
         ("import time; time.sleep(99)", "not graded within 1 s"),
     ],
@@ -431,6 +440,8 @@ def test_a_grading_process_that_ends_early_gives_no_points(
     run = subprocess.run
 
     def broken(command: list[str], **options: Any) -> Any:
+        if program:
+            Path(command[-2]).write_text("[]" if program != "0" else '[{"a": 1')
         return run([sys.executable, "-c", program], **options)
 
     monkeypatch.setattr(subprocess, "run", broken)

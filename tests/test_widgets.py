@@ -212,7 +212,7 @@ def test_redraw_of_200_batches_takes_little_time() -> None:
         explorer.sliders["compute_ms"].value = compute_ms
         times.append(time.process_time() - start)
     assert len(explore(explorer.settings).sync.timeline.batches()) == 192
-    assert min(times) < 0.3  # half of it when nobody else uses the machine
+    assert min(times) < 0.2
 
 
 def test_without_widgets_there_is_a_picture_and_advice(

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cbasync.grading.faults import ending
-from cbasync.grading.report import Grade
+from cbasync.grading.report import Grade, read_json, write_json
 from cbasync.grading.rubric import (
     ASSIGNMENTS,
     MARGIN_S,
@@ -140,13 +140,15 @@ def _in_a_process(folder: Path, plan: Plan, most_s: float) -> list[Grade]:
             lines = run.stderr.decode(errors="replace").strip().splitlines()[-1:]
             words = ": ".join([f"the grader {ending(run.returncode)}", *lines])
             return not_graded(folder.name, plan, words)
-        return [Grade.from_json(entry) for entry in json.loads(path.read_text())]
+        try:
+            return read_json(path)
+        except (ValueError, KeyError, TypeError) as error:
+            words = f"the grader's file is broken: {error!r}"
+            return not_graded(folder.name, plan, words)
 
 
 def main(arguments: list[str]) -> None:
     """FOLDER FILE PLAN: grade one submission, write its grades."""
-    from cbasync.grading.report import write_json
-
     folder, path, plan = arguments
     write_json(path, grade_submission(Path(folder), Plan.from_json(plan)))
 
