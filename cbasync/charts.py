@@ -181,6 +181,8 @@ def ladder_spec(result: dict[str, Any]) -> Spec:
     }
     layout = _axes(f"seconds ({result['gpu']}, {result['model']})", "")
     layout["yaxis"] = {"automargin": True}
+    longest = max(step["total_s"] for step in steps)
+    layout["xaxis"] |= {"range": [0, 1.25 * longest]}  # room for words behind a bar
     layout["height"] = 80 + 34 * len(steps)
     return {"data": [bars], "layout": layout}
 

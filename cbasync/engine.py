@@ -129,11 +129,11 @@ class Engine:
         self.device.ablate = self.config.ablate
         if "compute_order" in self.config.ablate:
             self.compute_streams.append(self.device.stream("compute 2"))
-        without = ", ".join(sorted(self.config.ablate)) or "no edge"
+        config = self.config
+        edges = ", ".join(sorted(config.ablate))
         warnings.warn(
-            f"this engine runs with {self.config.num_slots} of "
-            f"{self.config.default_num_slots} slots and without {without}: "
-            "expect wrong tokens",
+            f"this engine runs with {config.num_slots} of {config.default_num_slots} "
+            f"slots{f' and without {edges}' if edges else ''}: expect wrong tokens",
             stacklevel=3,
         )
 

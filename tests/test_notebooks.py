@@ -40,7 +40,7 @@ INTRODUCES: dict[str, set[str]] = {
     "08": {"step_table"},
     "09": {"carry_over", "graphs"},
     "10": {"timeline_diff", "serving"},
-    "12": {"experiments"},
+    "12": {"experiments", "gpu_bench"},
 }
 FREE = {"11"}
 

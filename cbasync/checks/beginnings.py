@@ -60,7 +60,7 @@ def waits(function: Callable[[Sequence[int], int], Sequence[int]]) -> None:
         Case(([2, 3], 2), [0, 0], "Is a row free for the second request?"),
         Case(([1, 3, 2], 2), [0, 0, 1], "Which row is free first, and from when on?"),
         Case(([3, 1, 2], 2), [0, 0, 1], "Must the first row be the first one free?"),
-        Case(([3, 1, 1, 2], 2), [0, 0, 1, 2], "When does a row end that had two?"),
-        Case(([2, 9, 3, 7, 2], 3), [0, 0, 0, 2, 3], "Who leaves before the last one?"),
+        Case(([3, 1, 1, 2], 2), [0, 0, 1, 2], "When is a row free after two requests?"),
+        Case(([2, 9, 3, 7, 2], 3), [0, 0, 0, 2, 3], "Which row is free at step 3?"),
     ]
     check("waits", function, cases)

@@ -7,7 +7,7 @@ everywhere; a test holds the stored files to this.
 from collections.abc import Callable
 from pathlib import Path
 
-from cbasync.figures import beginnings, carrying, flat, memory, queues, slots
+from cbasync.figures import beginnings, carrying, flat, memory, paying, queues, slots
 from cbasync.figures.beginnings import batch_map_svg
 from cbasync.figures.flat import (
     FlatBatch,
@@ -40,6 +40,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     **carrying.FIGURES,
     **flat.FIGURES,
     **memory.FIGURES,
+    **paying.FIGURES,
     **queues.FIGURES,
     **slots.FIGURES,
 }

@@ -1,0 +1,402 @@
+"""Exercises, figure and claims of notebook 12: what it says is what was recorded."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbasync import AsyncEngine, EngineConfig, SamplingParams, ScriptedRunner, checks
+from cbasync.devices import SimDevice
+from cbasync.devices.costs import CostModel, PhaseCost
+from cbasync.experiments import predicted_s
+from cbasync.figures import paying
+from cbasync.gpu_bench import Setting
+from cbasync.simulate import simulate
+
+# -- the share saved -------------------------------------------------------------------
+
+Gain = Callable[[float, float, float], float]
+
+
+def gain(host_ms: float, gpu_ms: float, copies_ms: float) -> float:
+    in_turns = host_ms + gpu_ms + copies_ms
+    return 1 - max(host_ms, gpu_ms, in_turns / 2) / in_turns
+
+
+def in_percent(host_ms: float, gpu_ms: float, copies_ms: float) -> float:
+    return 100 * gain(host_ms, gpu_ms, copies_ms)
+
+
+def of_the_run_ahead(host_ms: float, gpu_ms: float, copies_ms: float) -> float:
+    saved = gain(host_ms, gpu_ms, copies_ms)
+    return saved / (1 - saved)
+
+
+def thinks_the_gpu_is_slower(host_ms: float, gpu_ms: float, copies_ms: float) -> float:
+    in_turns = host_ms + gpu_ms + copies_ms
+    return 1 - gpu_ms / in_turns
+
+
+def takes_the_share_of_the_host(
+    host_ms: float, gpu_ms: float, copies_ms: float
+) -> float:
+    return host_ms / (host_ms + gpu_ms + copies_ms)
+
+
+def forgets_the_copies(host_ms: float, gpu_ms: float, copies_ms: float) -> float:
+    return gain(host_ms, gpu_ms, 0)
+
+
+def never_asks_for_half_a_round(
+    host_ms: float, gpu_ms: float, copies_ms: float
+) -> float:
+    return 1 - max(host_ms, gpu_ms) / (host_ms + gpu_ms + copies_ms)
+
+
+def gives_the_copies_to_the_host(
+    host_ms: float, gpu_ms: float, copies_ms: float
+) -> float:
+    return gain(host_ms + copies_ms, gpu_ms, 0)
+
+
+def always_half_a_round(host_ms: float, gpu_ms: float, copies_ms: float) -> float:
+    return 0.5
+
+
+def waits_for_the_copies(host_ms: float, gpu_ms: float, copies_ms: float) -> float:
+    in_turns = host_ms + gpu_ms + copies_ms
+    return 1 - max(host_ms, gpu_ms, copies_ms, in_turns / 2) / in_turns
+
+
+def adds_the_copies_ahead(host_ms: float, gpu_ms: float, copies_ms: float) -> float:
+    in_turns = host_ms + gpu_ms + copies_ms
+    return 1 - (max(host_ms, gpu_ms) + copies_ms) / in_turns
+
+
+def test_check_of_gain_passes_the_solution(capsys: pytest.CaptureFixture[str]) -> None:
+    checks.gain(gain)
+    assert capsys.readouterr().out == "gain: right, 9 cases\n"
+    checks.gain(paying.gain)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case"),
+    [
+        (in_percent, "1, 9, 0"),
+        (of_the_run_ahead, "1, 9, 0"),
+        (always_half_a_round, "1, 9, 0"),
+        (thinks_the_gpu_is_slower, "9, 1, 0"),
+        (takes_the_share_of_the_host, "9, 1, 0"),
+        (forgets_the_copies, "2, 6, 2"),
+        (adds_the_copies_ahead, "2, 6, 2"),
+        (never_asks_for_half_a_round, "4, 4, 4"),
+        (gives_the_copies_to_the_host, "4, 4, 4"),
+        (waits_for_the_copies, "1, 2, 17"),
+    ],
+)
+def test_check_of_gain_finds_mistakes(mistake: Gain, case: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        checks.gain(mistake)
+    assert str(caught.value).startswith(f"gain({case})\n  expected")
+
+
+def machine(host_ms: float, gpu_ms: float, copies_ms: float = 0.0) -> CostModel:
+    part, copy = PhaseCost(1000 * host_ms / 3), PhaseCost(500 * copies_ms)
+    compute = PhaseCost(1000 * gpu_ms)
+    return CostModel(
+        "three numbers",
+        schedule=part,
+        prepare=part,
+        h2d=copy,
+        compute=compute,
+        d2h=copy,
+        update=part,
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rule_is_what_the_engines_do(seed: int) -> None:
+    """A step on the virtual device, at any depth; only the very last steps differ."""
+    draw = random.Random(seed).uniform
+    host_ms, gpu_ms, copies_ms = draw(0.5, 20), draw(0.5, 20), draw(0, 12) * (seed % 2)
+    for depth in (1, 2, 3):
+        costs = machine(host_ms, gpu_ms, copies_ms)
+        run = simulate(costs, steps=65, batch=2, depth=depth)
+        for step_s, ahead in ((run.sync.step_s, 0), (run.overlapped.step_s, depth)):
+            expected = paying.step_ms(host_ms, gpu_ms, copies_ms, ahead)
+            assert 1000 * step_s == pytest.approx(expected, rel=0.02)
+
+
+# -- late ends -------------------------------------------------------------------------
+
+LateGain = Callable[[float, float, int, int], float]
+
+
+def gain_with_stops(
+    host_ms: float, gpu_ms: float, tokens: int, depth: int, rows: int | None = None
+) -> float:
+    step = max(host_ms, gpu_ms) if depth else host_ms + gpu_ms
+    rows = tokens + depth if rows is None else rows
+    return 1 - rows * step / (tokens * (host_ms + gpu_ms))
+
+
+def forgets_the_discarded(h: float, g: float, tokens: int, depth: int) -> float:
+    return gain_with_stops(h, g, tokens, depth, rows=tokens)
+
+
+def knows_depth_1_only(h: float, g: float, tokens: int, depth: int) -> float:
+    return gain_with_stops(h, g, tokens, min(depth, 1))
+
+
+def is_ahead_at_depth_0(h: float, g: float, tokens: int, depth: int) -> float:
+    return 1 - (tokens + depth) * max(h, g) / (tokens * (h + g))
+
+
+def never_loses(h: float, g: float, tokens: int, depth: int) -> float:
+    return max(0.0, gain_with_stops(h, g, tokens, depth))
+
+
+def discards_in_turns_too(h: float, g: float, tokens: int, depth: int) -> float:
+    return gain_with_stops(h, g, 1, depth, rows=1)
+
+
+def stops_for_the_gpu_alone(h: float, g: float, tokens: int, depth: int) -> float:
+    step = g if depth else h + g
+    return 1 - (tokens + depth) * step / (tokens * (h + g))
+
+
+def discards_a_share(h: float, g: float, tokens: int, depth: int) -> float:
+    """A tenth more for each batch of the depth, however long the answer is."""
+    return gain_with_stops(h, g, 10, depth)
+
+
+def doubles_with_depth(h: float, g: float, tokens: int, depth: int) -> float:
+    return gain_with_stops(h, g, tokens, depth, rows=tokens + (2**depth // 2))
+
+
+def test_check_of_gain_with_stops_passes_the_solution(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checks.gain_with_stops(gain_with_stops)
+    assert capsys.readouterr().out == "gain_with_stops: right, 8 cases\n"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case"),
+    [
+        (is_ahead_at_depth_0, "1, 9, 10, 0"),
+        (forgets_the_discarded, "5, 5, 1, 1"),
+        (discards_in_turns_too, "5, 5, 1, 1"),
+        (discards_a_share, "5, 5, 1, 1"),
+        (stops_for_the_gpu_alone, "9, 1, 10, 1"),
+        (never_loses, "1, 9, 3, 1"),
+        (knows_depth_1_only, "1, 9, 10, 2"),
+        (doubles_with_depth, "5, 5, 2, 3"),
+    ],
+)
+def test_check_of_gain_with_stops_finds_mistakes(mistake: LateGain, case: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        checks.gain_with_stops(mistake)
+    assert str(caught.value).startswith(f"gain_with_stops({case})\n  expected")
+
+
+def ends_ms(costs: CostModel, tokens: int, depth: int) -> float:
+    """Twenty answers in two rows, each with an end that nobody foresees."""
+    runner = ScriptedRunner(script=lambda token, position: position)
+    config = EngineConfig(max_num_seqs=2, depth=depth)
+    params = SamplingParams(max_tokens=100, stop_token_ids=[tokens - 1])
+    with AsyncEngine(runner, config, SimDevice(costs=costs)) as engine:
+        requests = [engine.add_request([0], params) for _ in range(20)]
+        engine.run()
+        assert {request.discarded_tokens for request in requests} == {depth}
+        return engine.device.now_us() / 1000
+
+
+@pytest.mark.parametrize(("host_ms", "gpu_ms"), [(1, 9), (5, 5), (12, 4)])
+def test_late_ends_cost_what_the_solution_says(host_ms: float, gpu_ms: float) -> None:
+    costs = machine(host_ms, gpu_ms)
+    for tokens, depth in ((3, 1), (12, 1), (12, 3)):
+        saved = 1 - ends_ms(costs, tokens, depth) / ends_ms(costs, tokens, 0)
+        expected = gain_with_stops(host_ms, gpu_ms, tokens, depth)
+        assert saved == pytest.approx(expected, abs=0.03)  # the first and last batch
+
+
+# -- the map ---------------------------------------------------------------------------
+
+
+def test_map_has_one_scale_for_ground_and_points() -> None:
+    rule = paying.Machine("as the rule says", 1.0, 9.0, 0.1)
+    picture = paying.gain_map_svg([rule], rule=lambda host, gpu, copies: 0.1)
+    opacities = [part.split('"')[0] for part in picture.split('fill-opacity="')[1:]]
+    ground, point = opacities[len(paying.OPACITIES) :]
+    assert ground == point
+    missed = paying.gain_map_svg([rule], rule=lambda host, gpu, copies: 0.3)
+    opacities = [part.split('"')[0] for part in missed.split('fill-opacity="')[1:]]
+    assert opacities[-1] != opacities[-2]
+
+
+def test_map_hands_the_copies_to_the_rule() -> None:
+    without, with_copies = (paying.gain_map_svg(copies_ms=ms) for ms in (0, 4))
+    assert without != with_copies
+    assert with_copies == paying.gain_map_svg(copies_ms=4, rule=gain)
+
+
+def test_a_machine_beyond_the_map_lies_at_its_edge() -> None:
+    inside, beyond = (
+        paying.gain_map_svg([paying.Machine("M", host, gpu)])
+        for host, gpu in ((0.1, 300.0), (1e-9, 1e9))
+    )
+    assert inside == beyond
+
+
+def test_names_are_escaped() -> None:
+    picture = paying.gain_map_svg([paying.Machine("<a>", 1, 9)], caption="b & c")
+    assert "&lt;a&gt;" in picture
+    assert "b &amp; c" in picture
+
+
+# -- what the prose says, held against the files ---------------------------------------
+
+RESULTS = {name: paying.result(name) for name in ("ladder", "depth", "sweep")}
+DELAYS = paying.result("host-delay")
+POINTS = {point["delay_ms"]: point for point in DELAYS["points"]}
+SOURCES = "\n".join(
+    "".join(cell["source"])
+    for cell in json.loads(
+        (Path(__file__).parents[1] / "notebooks/12_when_does_it_pay.ipynb").read_text()
+    )["cells"]
+)
+
+
+def says(words: str) -> bool:
+    """Whether the notebook says so, wherever its lines are broken."""
+    return words in " ".join(SOURCES.split())
+
+
+def test_shares_saved() -> None:
+    gains = [point["gain_measured"] for point in DELAYS["points"]]
+    assert says(f"between {100 * min(gains):.0f} and {100 * max(gains):.0f} %")
+    assert says(f"saved {100 * paying.published_machine().saved:.0f} % of its time")  # type: ignore[operator]
+
+
+def test_the_prediction_misses_where_the_notebook_says() -> None:
+    assert says("up to 6 ms, nothing is missed")
+    early = [p["async"]["error"] for delay, p in POINTS.items() if delay <= 6]
+    assert max(map(abs, early)) < 0.001
+    assert says("In turns, the real host is slower than predicted")
+    in_turns = [p["sync"]["error"] for delay, p in POINTS.items() if delay]
+    assert max(in_turns) < -0.01
+    assert says("The largest miss is *ahead at 8 ms*")
+    assert abs(POINTS[8]["async"]["error"]) == DELAYS["largest_error"]
+    host, gpu = (POINTS[d]["async"]["measured_s"] for d in (8, 0))
+    assert host / gpu < 1.12  # nearly the same time
+
+
+def test_the_same_work_takes_longer_and_shorter() -> None:
+    phases = {
+        (mode, delay): POINTS[delay][mode]["host_ms_per_step"]
+        for mode in ("sync", "async")
+        for delay in (0, 12)
+    }
+    assert says("`prepare` gets slower. `update` gets faster")
+    assert phases["sync", 12]["prepare"] > 1.5 * phases["sync", 0]["prepare"]
+    assert phases["async", 12]["update"] < 0.8 * phases["async", 0]["update"]
+
+
+def test_the_rule_is_luckier_by_copies_and_waking() -> None:
+    assert says("better at 8 and 12 ms is luck: it still counts copies and waking")
+    steps = DELAYS["setting"]["new_tokens"] - 1
+    costs = DELAYS["cost_model"]
+    extra_us = costs["wake_us"] + sum(costs[c]["fixed_us"] for c in ("h2d", "d2h"))
+    for at in paying.delayed_machines(DELAYS):
+        run = POINTS[float(at.name)]["async"]
+        rule_ms = paying.step_ms(at.host_ms, at.gpu_ms)
+        if float(at.name) in (8, 12):
+            virtual_ms = 1000 * run["predicted_s"] / steps
+            assert 1000 * (rule_ms - virtual_ms) == pytest.approx(extra_us, abs=25)
+            measured_ms = 1000 * run["measured_s"] / steps
+            assert abs(rule_ms - measured_ms) < abs(virtual_ms - measured_ms)
+
+
+def test_recorded_prediction_can_be_made_again() -> None:
+    costs = CostModel.load(paying.RESULTS / "host-delay.json")
+    run = POINTS[8]["async"]
+    setting = Setting(**DELAYS["setting"])
+    again = predicted_s(costs, replace(setting, host_delay_ms=run["actual_delay_ms"]))
+    assert again == pytest.approx(run["predicted_s"])
+
+
+@pytest.mark.parametrize("kind", ["eager", "compile"])
+def test_bars_of_the_run_in_turns_promise_too_little(kind: str) -> None:
+    assert says("Too little, both times.")
+    runs = paying.result(f"published-{kind}")
+    step_ms, ahead_ms = (runs[mode]["steady_step_ms"] for mode in ("sync", "async"))
+    bar_ms = 1000 * runs["sync"]["gpu_busy_s"] / runs["sync"]["steps"]
+    measured = 1 - ahead_ms / step_ms
+    assert paying.gain(step_ms - bar_ms, bar_ms) < 0.85 * measured
+
+
+def test_ladder() -> None:
+    steps: dict[str, Any] = {run["step"]: run for run in RESULTS["ladder"]["steps"]}
+    ms = {name: run["steady_step_ms"] for name, run in steps.items()}
+    kernels = paying.result("published-eager")["async"]["kernels"]
+    before = ms["async, two slots, carry-over"]
+    assert says(f"launching {kernels['kernel_ms_per_step']:.1f} ms of kernels took")
+    assert says(f"took {before:.0f} ms, and running ahead hid little")
+    assert before > 0.95 * ms["three streams with events, sync"]
+    assert ms["graphs, async"] < before / 3  # the largest step
+    assert says("the faster the GPU, the more is saved")
+    names = ("graphs", "merged", "compiled and merged")
+    saved = [1 - ms[f"{name}, async"] / ms[f"{name}, sync"] for name in names]
+    assert saved == sorted(saved)
+    assert says("No wrong program is even faster")
+    wrong = {name for name, run in steps.items() if run["wrong_tokens"]}
+    right = {
+        "three streams without events, sync": "three streams with events, sync",
+        "async, one slot": "async, two slots, carry-over",
+        "async, two slots, no carry-over": "async, two slots, carry-over",
+        "graphs, one slot": "graphs, async",
+    }
+    assert wrong == set(right)
+    assert all(ms[name] > ms[right[name]] for name in wrong)
+
+
+def test_a_long_context_saves_less_and_a_large_batch_alone_does_not() -> None:
+    assert says("A long context does it. A large batch alone does not")
+    points = {(p["batch"], p["context"]): p for p in RESULTS["sweep"]["points"]}
+    saved = {size: point["saved"] for size, point in points.items()}
+    for batch in {batch for batch, _ in saved}:
+        of_batch = [saved[size] for size in sorted(saved) if size[0] == batch]
+        assert of_batch[-1] < of_batch[0]
+    assert saved[256, 128] > 0.95 * saved[1, 128]
+    host = [
+        sum(points[batch, 128]["sync"]["host_ms_per_step"].values())
+        for batch in (1, 256)
+    ]
+    assert host[1] > 3 * host[0]  # work for the host as well
+
+
+def test_deep_rings_discard_more_and_win_nothing() -> None:
+    runs = RESULTS["depth"]["points"]
+    assert says("64 requests in 32 rows")
+    assert RESULTS["depth"]["setting"]["batch"] == 32
+    discarded = [run["discarded_rows"] for run in runs]
+    assert discarded == sorted(discarded)
+    assert discarded[0] == 0
+    assert all(run["discarded_rows"] <= 64 * run["depth"] for run in runs)
+    assert says("at 1 the GPU was busy already")
+    assert runs[1]["gpu_active"] > 0.99
+    assert max(run["gpu_active"] for run in runs) < runs[1]["gpu_active"] + 0.001
+    assert says("picks other tokens")
+    assert not RESULTS["depth"]["tokens_equal"]
+
+
+def test_within_a_few_per_cent() -> None:
+    assert says("right within a few per cent, and worst where host and GPU")
+    assert DELAYS["largest_error"] < 0.04
