@@ -46,14 +46,15 @@ $(READY): pyproject.toml constraints.txt Makefile
 demo: $(READY)  ## answer 16 prompts twice, sync and async, and draw both timelines
 	@$(PY) -m cbasync demo $(ARGS)
 
-test: $(READY)  ## run the tests that are not marked slow
-	@$(PYTEST) -m "not slow" $(ARGS)
+test: $(READY)  ## run the tests but for slow ones, and those of `make notebooks`
+	@$(PYTEST) -m "not slow and not notebooks and not browser" $(ARGS)
 
 test-long: $(READY)  ## run all tests, with many more random workloads
 	@CBASYNC_PROFILE=long $(PYTEST) $(ARGS)
 
 coverage: $(READY)  ## run the tests and say which lines of the package none of them ran
-	@OMP_NUM_THREADS=1 $(PY) -m coverage run -m pytest -m "not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m coverage run -m pytest \
+	  -m "not slow and not notebooks and not browser" $(ARGS)
 	@$(PY) -m coverage report
 
 mutation: $(READY)  ## plant small mistakes in the core, one at a time: do the tests notice?
