@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cbasync.batch import BatchShape
 from cbasync.kv_cache import KVCache, blocks_for
+from cbasync.packed import PackedLinears
 from cbasync.paged_ops import (
     attend_rows,
     attend_rows_op,
@@ -279,20 +280,25 @@ class _Borrowed:
     def __init__(self, model: PreTrainedModel) -> None:
         self.attention = model.config._attn_implementation
         self.was_training = model.training
+        self.packed: PackedLinears | None = None
         self.count = 0
 
 
 _borrowed: WeakKeyDictionary[PreTrainedModel, _Borrowed] = WeakKeyDictionary()
 
 
-def borrow(model: PreTrainedModel) -> None:
-    """Let an engine have the model: our attention, eval mode. Several may have one."""
+def borrow(model: PreTrainedModel, *, pack: bool = True) -> None:
+    """Let an engine have the model: our attention, eval mode, weights as they are fast.
+
+    Several engines may have one; what the first one asks for holds for all of them.
+    """
     register()
     former = _borrowed.setdefault(model, _Borrowed(model))
     former.count += 1
     if former.count == 1:
         model.eval()
         model.set_attn_implementation(NAME)
+        former.packed = PackedLinears(model) if pack else None
 
 
 def give_back(model: PreTrainedModel) -> None:
@@ -301,6 +307,8 @@ def give_back(model: PreTrainedModel) -> None:
     former.count -= 1
     if former.count == 0:
         del _borrowed[model]
+        if former.packed is not None:
+            former.packed.undo()
         model.set_attn_implementation(former.attention)
         model.train(former.was_training)
 
