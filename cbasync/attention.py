@@ -14,7 +14,13 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cbasync.batch import BatchShape
 from cbasync.kv_cache import KVCache, blocks_for
-from cbasync.paged_ops import attend_rows, attend_rows_op, grouped_attention
+from cbasync.packed import PackedLinears
+from cbasync.paged_ops import (
+    attend_rows,
+    attend_rows_op,
+    grouped_attention,
+    multiplied_attention,
+)
 
 NAME = "cbasync"
 
@@ -35,10 +41,12 @@ class PagedBatch:
     slot_mapping: Tensor  # [T] int64
     seq_lens: Tensor  # [R] int32
     block_table: Tensor  # [R, M] int32
+    cells: Tensor = field(init=False)  # where the cache writes the batch's tokens
     decodes: DecodeGroup | None = field(init=False)
     chunks: list[Chunk] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
+        self.cells = self.cache.cells(self.slot_mapping)
         lengths, stops = self.shape.query_lens, self.shape.seq_lens
         if lengths is None or stops is None:
             self.decodes = self._decode_group(None, None, self.shape.max_seq_len)
@@ -66,10 +74,12 @@ class PagedBatch:
             seq_lens, block_table = seq_lens[index], block_table[index]
         width = blocks_for(longest, block_size)
         place = torch.arange(width * block_size, device=device)
+        mask = (place < seq_lens.unsqueeze(1))[:, None, None, :]
         return DecodeGroup(
             tokens=None if tokens is None else torch.tensor(tokens, device=device),
-            block_table=block_table[:, :width],
-            mask=(place < seq_lens.unsqueeze(1))[:, None, None, :],
+            pieces=self.cache.pieces(block_table[:, :width]),
+            mask=mask,
+            bias=_as_bias(mask, self.cache),
         )
 
 
@@ -78,8 +88,18 @@ class DecodeGroup:
     """All rows of a batch with one query token."""
 
     tokens: Tensor | None  # [B] places in the flat batch, None: all of them in order
-    block_table: Tensor  # [B, W]
+    pieces: Tensor  # what the cache gathers for them
     mask: Tensor  # [B, 1, 1, W * P] bool
+    bias: Tensor | None  # [B * H, 1, W * P] the same to be added; None: as `mask` only
+
+
+def _as_bias(mask: Tensor, cache: KVCache) -> Tensor | None:
+    """A mask as numbers to add to scores, where the dtype is exact enough for that."""
+    dtype = cache.keys[0].dtype
+    if dtype not in (torch.float32, torch.float64):
+        return None
+    bias = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+    return bias.expand(-1, cache.num_kv_heads, -1, -1).flatten(0, 1)
 
 
 @dataclass
@@ -89,7 +109,7 @@ class Chunk:
     start: int  # first place in the flat batch
     length: int
     stop: int  # tokens in the cache, this chunk included
-    block_table: Tensor  # [1, W]
+    pieces: Tensor  # what the cache gathers for it
     mask: Tensor | None  # [length, stop] bool, None: causal from 0
 
     @classmethod
@@ -103,7 +123,7 @@ class Chunk:
             ones = torch.ones(length, stop, dtype=torch.bool, device=device)
             mask = ones.tril(stop - length)
         width = blocks_for(stop, cache.block_size)
-        return cls(start, length, stop, block_table[:, :width], mask)
+        return cls(start, length, stop, cache.pieces(block_table[:, :width]), mask)
 
 
 @dataclass
@@ -198,15 +218,15 @@ def paged_attention(
         scale = flat.shape[-1] ** -0.5 if scaling is None else scaling
         out = paged.attend(layer, flat, keys, values, scale)
     else:
-        paged.cache.write(layer, keys, values, paged.slot_mapping)
+        paged.cache.write(layer, keys, values, paged.cells)
         out = _attend_decodes(layer, flat, paged, scaling)
     for chunk in paged.chunks:
-        keys, values = paged.cache.gather(layer, chunk.block_table)
+        keys, values = paged.cache.gather(layer, chunk.pieces)
         stop = chunk.start + chunk.length
         out[chunk.start : stop] = _prefill(
             flat[chunk.start : stop],
-            keys[0, : chunk.stop],
-            values[0, : chunk.stop],
+            keys[:, :, : chunk.stop],
+            values[:, :, : chunk.stop],
             chunk.mask,
             scaling,
         )
@@ -220,32 +240,36 @@ def _attend_decodes(
     group = paged.decodes
     if group is None:
         return torch.empty_like(flat)
-    keys, values = paged.cache.gather(layer, group.block_table)
+    keys, values = paged.cache.gather(layer, group.pieces)
+    rows = flat if group.tokens is None else flat[group.tokens]
+    if group.bias is None:
+        found = grouped_attention(rows, keys, values, group.mask, scaling)
+    else:
+        found = multiplied_attention(rows, keys, values, group.bias, scaling)
     if group.tokens is None:
-        return grouped_attention(flat, keys, values, group.mask, scaling)
+        return found
     out = torch.empty_like(flat)
-    rows = flat[group.tokens]
-    out[group.tokens] = grouped_attention(rows, keys, values, group.mask, scaling)
+    out[group.tokens] = found
     return out
 
 
 def _prefill(
     query: Tensor,  # [Q, Hq, D]
-    keys: Tensor,  # [K, H, D]
-    values: Tensor,  # [K, H, D]
+    keys: Tensor,  # [1, H, K, D]
+    values: Tensor,  # [1, H, K, D]
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor:  # [Q, Hq, D]
     """Several query tokens of one request."""
-    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, keys, values))
+    rows = query.transpose(0, 1).unsqueeze(0)
     result = scaled_dot_product_attention(
-        q,
-        k,
-        v,
+        rows,
+        keys,
+        values,
         mask,
         is_causal=mask is None,
         scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=rows.shape[1] != keys.shape[1],
     )
     return result[0].transpose(0, 1)
 
@@ -256,20 +280,25 @@ class _Borrowed:
     def __init__(self, model: PreTrainedModel) -> None:
         self.attention = model.config._attn_implementation
         self.was_training = model.training
+        self.packed: PackedLinears | None = None
         self.count = 0
 
 
 _borrowed: WeakKeyDictionary[PreTrainedModel, _Borrowed] = WeakKeyDictionary()
 
 
-def borrow(model: PreTrainedModel) -> None:
-    """Let an engine have the model: our attention, eval mode. Several may have one."""
+def borrow(model: PreTrainedModel, *, pack: bool = True) -> None:
+    """Let an engine have the model: our attention, eval mode, weights as they are fast.
+
+    Several engines may have one; what the first one asks for holds for all of them.
+    """
     register()
     former = _borrowed.setdefault(model, _Borrowed(model))
     former.count += 1
     if former.count == 1:
         model.eval()
         model.set_attn_implementation(NAME)
+        former.packed = PackedLinears(model) if pack else None
 
 
 def give_back(model: PreTrainedModel) -> None:
@@ -278,6 +307,8 @@ def give_back(model: PreTrainedModel) -> None:
     former.count -= 1
     if former.count == 0:
         del _borrowed[model]
+        if former.packed is not None:
+            former.packed.undo()
         model.set_attn_implementation(former.attention)
         model.train(former.was_training)
 

@@ -299,6 +299,9 @@ class KVCache:
 
     Block `N`, the last one, belongs to nobody: rows that only pad a batch write
     there, so that no padding can reach a live request.
+
+    On a CPU the heads of a block lie one after the other, so that the keys of a head
+    are one matrix once they have been gathered; `keys` and `values` are views then.
     """
 
     def __init__(
@@ -313,9 +316,17 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        shape = (num_blocks + 1, block_size, num_kv_heads, head_size)
-        self.keys = _zeros(num_layers, shape, dtype, device)
-        self.values = _zeros(num_layers, shape, dtype, device)
+        self.num_kv_heads = num_kv_heads
+        self.heads_apart = torch.device(device).type == "cpu"
+        inner = (block_size, num_kv_heads)
+        if self.heads_apart:
+            inner = (num_kv_heads, block_size)
+        shape = (num_blocks + 1, *inner, head_size)
+        self._pools = [_zeros(num_layers, shape, dtype, device) for _ in "kv"]
+        self.keys, self.values = (
+            [p.transpose(1, 2) if self.heads_apart else p for p in pools]
+            for pools in self._pools
+        )
         self._scratch = _zeros(2, (0, 0), dtype, device)
 
     @property
@@ -328,33 +339,52 @@ class KVCache:
         """Memory of the whole cache."""
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
+    def cells(self, positions: Tensor) -> Tensor:
+        """Where `write` puts tokens, from their KV positions `[T]`; once a batch."""
+        if not self.heads_apart:
+            return positions
+        size, heads = self.block_size, torch.arange(self.num_kv_heads)
+        first = positions + (positions // size) * size * (self.num_kv_heads - 1)
+        return (first.unsqueeze(1) + heads * size).flatten()  # [T * H]
+
     def write(
         self,
         layer: int,
         key: Tensor,  # [T, H, D]
         value: Tensor,  # [T, H, D]
-        positions: Tensor,  # [T] int64   KV positions, see slot_mapping
+        cells: Tensor,  # of the tokens' KV positions
     ) -> None:
         """Store the K,V of a batch's tokens."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, positions, key)
-        self.values[layer].flatten(0, 1).index_copy_(0, positions, value)
+        last = 2 if self.heads_apart else 1
+        for pools, new in zip(self._pools, (key, value), strict=True):
+            rows = pools[layer].flatten(0, last)
+            rows.index_copy_(0, cells, new.reshape(-1, *rows.shape[1:]))
 
-    def gather(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of whole requests: block_table `[R, M]` -> two `[R, M * P, H, D]`."""
-        if block_table.is_cuda:
-            return (
-                _gather(self.keys[layer], block_table, None),
-                _gather(self.values[layer], block_table, None),
-            )
-        # On a CPU new memory costs a page fault every 4 KiB. The next layer may write
-        # over this one's copy: by then its attention is done.
-        for scratch in self._scratch:
-            _fit(scratch, self.keys[layer], block_table.numel())
-        to_keys, to_values = self._scratch
-        return (
-            _gather(self.keys[layer], block_table, to_keys),
-            _gather(self.values[layer], block_table, to_values),
-        )
+    def pieces(self, block_table: Tensor) -> Tensor:
+        """What `gather` reads, from block tables `[R, M]`; once a batch."""
+        if not self.heads_apart:
+            return block_table
+        heads = torch.arange(self.num_kv_heads).unsqueeze(1)
+        return block_table.unsqueeze(1) * self.num_kv_heads + heads  # [R, H, M]
+
+    def gather(self, layer: int, pieces: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of whole requests, `[R, H, M * P, D]` each, from their pieces."""
+        if not self.heads_apart:
+            keys, values = (_gather(pools[layer], pieces) for pools in self._pools)
+            return keys.transpose(1, 2), values.transpose(1, 2)
+        # New memory costs a page fault every 4 KiB. The next layer may write over
+        # this one's copy: by then its attention is done.
+        size = self._pools[0][0].shape[-1]
+        shape = (*pieces.shape[:2], -1, size)
+        found = []
+        for pools, scratch in zip(self._pools, self._scratch, strict=True):
+            rows = pools[layer].view(-1, self.block_size * size)
+            if len(scratch) < pieces.numel():
+                scratch.resize_(2 * pieces.numel(), rows.shape[1])
+            out = scratch[: pieces.numel()]
+            torch.index_select(rows, 0, pieces.flatten(), out=out)
+            found.append(out.view(shape))
+        return found[0], found[1]
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Spoil blocks: a read before the first write turns tokens at once."""
@@ -373,19 +403,9 @@ def _zeros(
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
 
 
-def _fit(scratch: Tensor, pool: Tensor, num_blocks: int) -> None:
-    """Room for this many blocks, with some to spare."""
-    if len(scratch) < num_blocks:
-        scratch.resize_(2 * num_blocks, pool[0].numel())
-
-
-def _gather(pool: Tensor, block_table: Tensor, scratch: Tensor | None) -> Tensor:
+def _gather(pool: Tensor, block_table: Tensor) -> Tensor:
     num_blocks, block_size, heads, size = pool.shape
     requests, width = block_table.shape
     # Whole blocks as rows of one matrix: several times faster than token by token.
-    rows, chosen = pool.view(num_blocks, -1), block_table.flatten()
-    if scratch is None:
-        found = rows.index_select(0, chosen)
-    else:
-        found = torch.index_select(rows, 0, chosen, out=scratch[: len(chosen)])
+    found = pool.view(num_blocks, -1).index_select(0, block_table.flatten())
     return found.view(requests, width * block_size, heads, size)

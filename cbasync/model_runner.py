@@ -68,7 +68,7 @@ class ModelRunner:
         if config.merge_weights:
             positions = config.max_model_len if config.compile else 0
             self._merged = Merged(self.model, compiled_for=positions)
-        attention.borrow(self.model)
+        attention.borrow(self.model, pack=not config.compile)
         self._give_back = weakref.finalize(self, attention.give_back, self.model)
         kept = kv_shape(self.model)
         self.cache = KVCache(

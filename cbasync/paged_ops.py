@@ -37,8 +37,10 @@ def attend_rows(
         return paged_triton.attend(
             query, key_pool, value_pool, seq_lens, block_table, scale, newest
         )
-    key_pool.flatten(0, 1).index_copy_(0, slot_mapping, key)
-    value_pool.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    size = key_pool.shape[1]
+    cells = (slot_mapping // size, slot_mapping % size)  # also of a pool that is a view
+    key_pool.index_put_(cells, key)
+    value_pool.index_put_(cells, value)
     return _attend_gathered(query, key_pool, value_pool, seq_lens, block_table, scale)
 
 
@@ -51,8 +53,9 @@ def _attend_gathered(
     scale: float,
 ) -> Tensor:
     """The same without Triton: every block that the table has room for is gathered."""
-    keys, values = (p[block_table.long()].flatten(1, 2) for p in (key_pool, value_pool))
-    place = torch.arange(keys.shape[1], device=query.device)
+    found = (p[block_table.long()].flatten(1, 2) for p in (key_pool, value_pool))
+    keys, values = (each.transpose(1, 2) for each in found)
+    place = torch.arange(keys.shape[2], device=query.device)
     # A row of no use looks at one token, so that its output is at least a number.
     mask = place < seq_lens.clamp(min=1).unsqueeze(1)
     return grouped_attention(query, keys, values, mask[:, None, None, :], scale)
@@ -60,9 +63,9 @@ def _attend_gathered(
 
 def grouped_attention(
     query: Tensor,  # [B, Hq, D]
-    keys: Tensor,  # [B, K, H, D]
-    values: Tensor,  # [B, K, H, D]
-    mask: Tensor,  # [B, 1, 1, K]
+    keys: Tensor,  # [B, H, K, D]
+    values: Tensor,  # [B, H, K, D]
+    mask: Tensor,  # [B, 1, 1, K] bool
     scaling: float | None,
 ) -> Tensor:  # [B, Hq, D]
     """One query token per request.
@@ -71,12 +74,29 @@ def grouped_attention(
     V are read once and never repeated.
     """
     requests, heads, size = query.shape
-    kv_heads = keys.shape[2]
+    kv_heads = keys.shape[1]
     folded = query.reshape(requests, kv_heads, heads // kv_heads, size)
-    result = scaled_dot_product_attention(
-        folded, keys.transpose(1, 2), values.transpose(1, 2), mask, scale=scaling
-    )
+    result = scaled_dot_product_attention(folded, keys, values, mask, scale=scaling)
     return result.reshape(requests, heads, size)
+
+
+def multiplied_attention(
+    query: Tensor,  # [B, Hq, D]
+    keys: Tensor,  # [B, H, K, D]
+    values: Tensor,  # [B, H, K, D]
+    bias: Tensor,  # [B * H, 1, K]   0, or minus infinity where a row sees nothing
+    scaling: float | None,
+) -> Tensor:  # [B, Hq, D]
+    """The same as two products of many small matrices: on a CPU nearly twice as fast.
+
+    Only for a dtype in which scores may be rounded: float32 and float64.
+    """
+    requests, kv_heads, _, size = keys.shape
+    scale = size**-0.5 if scaling is None else scaling
+    rows = query.reshape(requests * kv_heads, -1, size) * scale
+    k, v = keys.flatten(0, 1), values.flatten(0, 1)
+    scores = torch.baddbmm(bias, rows, k.transpose(1, 2))
+    return torch.bmm(scores.softmax(dim=-1), v).view(query.shape)
 
 
 @cache

@@ -149,7 +149,7 @@ class Batch:
         for row in rows:
             context = self.case.rows[row].context
             keys, values = self.keys[row][:context], self.values[row][:context]
-            cache.write(LAYER, keys, values, self.places(row)[:context])
+            cache.write(LAYER, keys, values, cache.cells(self.places(row)[:context]))
         module = nn.Module()
         module.layer_idx = LAYER  # type: ignore[assignment]
         out, _ = paged_attention(
@@ -275,7 +275,9 @@ def column(*numbers: float) -> Tensor:
 
 def test_write_puts_each_token_in_its_place_and_nowhere_else() -> None:
     cache = small_cache()
-    cache.write(1, column(1, 2, 3), column(4, 5, 6), torch.tensor([5, 0, 3]))
+    cache.write(
+        1, column(1, 2, 3), column(4, 5, 6), cache.cells(torch.tensor([5, 0, 3]))
+    )
     assert cache.keys[1].flatten().tolist() == [2, 0, 0, 3, 0, 1, 0, 0]
     assert cache.values[1].flatten().tolist() == [5, 0, 0, 6, 0, 4, 0, 0]
     assert not cache.keys[0].any()
@@ -285,10 +287,10 @@ def test_write_puts_each_token_in_its_place_and_nowhere_else() -> None:
 def test_gather_reads_blocks_in_the_order_of_each_table() -> None:
     cache = small_cache()
     numbers = column(0, 1, 2, 3, 4, 5)
-    cache.write(1, numbers, -numbers, torch.arange(6))
+    cache.write(1, numbers, -numbers, cache.cells(torch.arange(6)))
     table = torch.tensor([[2, 0], [1, 2]], dtype=torch.int32)
-    keys, values = cache.gather(1, table)
-    assert keys.shape == (2, 4, 1, 1)
+    keys, values = cache.gather(1, cache.pieces(table))
+    assert keys.shape == (2, 1, 4, 1)
     assert keys.flatten(1).tolist() == [[4, 5, 0, 1], [2, 3, 4, 5]]
     assert torch.equal(values, -keys)
 
@@ -304,8 +306,12 @@ def test_poison_spoils_every_layer_of_the_named_blocks_only() -> None:
 
 def test_padding_is_written_where_no_request_reads() -> None:
     cache = small_cache()
-    cache.write(0, column(9), column(9), torch.tensor([cache.padding_position]))
-    keys, values = cache.gather(0, torch.arange(cache.num_blocks).unsqueeze(0))
+    cache.write(
+        0, column(9), column(9), cache.cells(torch.tensor([cache.padding_position]))
+    )
+    keys, values = cache.gather(
+        0, cache.pieces(torch.arange(cache.num_blocks).unsqueeze(0))
+    )
     assert not keys.any()
     assert not values.any()
     assert cache.keys[0].sum() == 9
@@ -314,7 +320,7 @@ def test_padding_is_written_where_no_request_reads() -> None:
 def test_a_cache_made_in_inference_mode_can_be_written_outside() -> None:
     with torch.inference_mode():
         cache = small_cache()
-    cache.write(0, column(1), column(1), torch.tensor([2]))
+    cache.write(0, column(1), column(1), cache.cells(torch.tensor([2])))
     assert cache.kv_bytes == 2 * 2 * 4 * 2 * 8  # K and V, layers, blocks, tokens, bytes
 
 

@@ -214,15 +214,17 @@ def test_what_is_written_is_gathered_in_the_order_of_the_block_table() -> None:
     """Three tokens at the KV positions 4 (block 1), 11 (block 2) and 12 (padding)."""
     one = cache()
     key = torch.arange(30.0).view(3, 2, 5) + 1
-    one.write(1, key, -key, torch.tensor([4, 11, 12]))
-    keys, values = one.gather(1, torch.tensor([[2, 1], [0, 3]]))
-    assert keys.shape == values.shape == (2, 8, 2, 5)
-    assert keys[0, 3].equal(key[1])
-    assert keys[0, 4].equal(key[0])
-    assert keys[1, 4].equal(key[2])
+    one.write(1, key, -key, one.cells(torch.tensor([4, 11, 12])))
+    keys, values = one.gather(1, one.pieces(torch.tensor([[2, 1], [0, 3]])))
+    assert keys.shape == values.shape == (2, 2, 8, 5)
+    assert keys[0, :, 3].equal(key[1])
+    assert keys[0, :, 4].equal(key[0])
+    assert keys[1, :, 4].equal(key[2])
     assert values.equal(-keys)
     assert keys.count_nonzero() == 30
-    assert one.gather(0, torch.tensor([[0, 1, 2, 3]]))[0].count_nonzero() == 0
+    assert (
+        one.gather(0, one.pieces(torch.tensor([[0, 1, 2, 3]])))[0].count_nonzero() == 0
+    )
 
 
 def test_poison_spoils_the_named_blocks_in_every_layer_and_no_other() -> None:
@@ -236,5 +238,5 @@ def test_poison_spoils_the_named_blocks_in_every_layer_and_no_other() -> None:
 def test_a_cache_made_in_inference_mode_can_be_written_outside_it() -> None:
     with torch.inference_mode():
         one = cache()
-    one.write(0, torch.ones(1, 2, 5), torch.ones(1, 2, 5), torch.tensor([0]))
+    one.write(0, torch.ones(1, 2, 5), torch.ones(1, 2, 5), one.cells(torch.tensor([0])))
     assert one.keys[0][0, 0].eq(1).all()
