@@ -181,9 +181,9 @@ def lean(trace: dict[str, Any]) -> dict[str, Any]:
     """
     events = trace["traceEvents"]
     launched = {
-        event["args"].get("correlation")
+        event["args"]["correlation"]
         for event in events
-        if event.get("cat") in _ON_DEVICE
+        if event.get("cat") in _ON_DEVICE and "correlation" in event["args"]
     }
 
     def is_kept(event: dict[str, Any]) -> bool:
