@@ -308,7 +308,7 @@ def test_a_lean_trace_reads_the_same(tmp_path: Path, gpu_file: Path) -> None:
     assert "grid" not in str(slim)
     write_trace(slim, tmp_path / "slim.json.gz")
     ours = load_timeline(tmp_path / "slim.json.gz", progress=False)
-    assert ours == load_timeline(gpu_file, progress=False)
+    assert ours.spans == load_timeline(gpu_file, progress=False).spans
 
 
 def test_trace_of_transformers_agrees_with_its_raw_events() -> None:
