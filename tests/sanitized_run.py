@@ -12,6 +12,7 @@ only guard the host: d2h_done, slot_refill, block_lease.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 
@@ -50,13 +51,11 @@ def run(edges: list[str]) -> dict[str, object]:
         if type(error).__name__ != "CUDASanitizerErrors":
             raise
         reports = [str(each) for each in error.errors]  # type: ignore[attr-defined]
-    first = reports[0].splitlines()[:12] if reports else []
+    # What is in conflict; where the calls came from is told behind it.
+    first = reports[0].partition("With stack trace")[0].splitlines() if reports else []
     return {"dropped": edges, "reports": len(reports), "first": first}
 
 
 if __name__ == "__main__":
     print(json.dumps(run(sys.argv[1:])), flush=True)
-    sys.stdout.flush()
-    import os
-
     os._exit(0)  # closing an engine that was stopped half-way would report again
