@@ -50,7 +50,7 @@ test: $(READY)  ## run the tests but for slow ones, and those of `make notebooks
 	@$(PYTEST) -m "not slow and not notebooks and not browser" $(ARGS)
 
 test-long: $(READY)  ## run all tests, with many more random workloads
-	@CBASYNC_PROFILE=long $(PYTEST) $(ARGS)
+	@CBASYNC_PROFILE=long $(PYTEST) --timeout 3600 $(ARGS)
 
 coverage: $(READY)  ## run the tests and say which lines of the package none of them ran
 	@OMP_NUM_THREADS=1 $(PY) -m coverage run -m pytest \

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import nbformat
 import pytest
@@ -172,6 +173,7 @@ def test_import_check_finds_planted_import() -> None:
 @pytest.mark.parametrize("name", sorted(FIGURES))
 def test_stored_figure_is_what_the_code_draws(name: str) -> None:
     stored = (ROOT / "notebooks" / "figures" / name).read_text()
+    ElementTree.fromstring(stored)  # a browser shows nothing of an image with a mistake
     assert stored == FIGURES[name](), "run `make figures`"
 
 
