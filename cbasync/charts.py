@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cbasync.palette import IDLE_GROUND, PHASE_COLOURS, cause_colour, request_tint
-from cbasync.plot import Spec, base_layout
+from cbasync.plot import LABEL_GAP, MARGIN, Spec, base_layout
 from cbasync.steps import Step
 from cbasync.timeline import CAUSES, Timeline
 
@@ -97,6 +97,7 @@ def block_map_spec(steps: Sequence[Step]) -> Spec:
     numbers = {name: number + 1 for number, name in enumerate(names)}
     blocks = range(len(steps[0].owners)) if steps else range(0)
     owners = [[step.owners[block] for step in steps] for block in blocks]
+    rows = {"title": {"text": "block"}, "autorange": "reversed", "dtick": 1}
     return {
         "data": [
             {
@@ -115,8 +116,7 @@ def block_map_spec(steps: Sequence[Step]) -> Spec:
                 "ygap": 1,
             }
         ],
-        "layout": _axes("batch", "block of the KV cache")
-        | {"yaxis": {"title": {"text": "block"}, "autorange": "reversed", "dtick": 1}},
+        "layout": _axes("batch", "") | {"yaxis": rows | LABEL_GAP},
     }
 
 
@@ -166,7 +166,7 @@ def ladder_spec(result: dict[str, Any]) -> Spec:
     wrong = [step["wrong_tokens"] > 0 for step in steps]
     texts = [
         f"{step['total_s']:.2f} s, active {100 * step['gpu_active']:.1f} %"
-        + (f", {100 * step['wrong_tokens']:.0f} % of tokens wrong" if bad else "")
+        + (f", {100 * step['wrong_tokens']:.0f} % wrong" if bad else "")
         for step, bad in zip(steps, wrong, strict=True)
     ]
     colours = [IDLE_GROUND if bad else PHASE_COLOURS["compute"] for bad in wrong]
@@ -177,13 +177,15 @@ def ladder_spec(result: dict[str, Any]) -> Spec:
         "y": [step["step"] for step in steps],
         "text": texts,
         "textposition": "auto",
+        "textfont": {"size": 11},  # the longest one still fits a narrow page
         "marker": {"color": colours, "line": {"color": "#8a8a86", "width": 1}},
     }
     layout = _axes(f"seconds ({result['gpu']}, {result['model']})", "")
-    layout["yaxis"] = {"automargin": True}
+    layout["yaxis"] = {"automargin": True, **LABEL_GAP}
     longest = max(step["total_s"] for step in steps)
     layout["xaxis"] |= {"range": [0, 1.25 * longest]}  # room for words behind a bar
-    layout["height"] = 80 + 34 * len(steps)
+    layout["margin"] = MARGIN | {"t": 12}  # no legend
+    layout["height"] = 60 + 34 * len(steps)
     return {"data": [bars], "layout": layout}
 
 
@@ -200,6 +202,6 @@ def _axes(x: str, y: str, **more: Any) -> Spec:
     return base_layout(
         height=360,
         xaxis={"title": {"text": x}},
-        yaxis={"title": {"text": y}},
+        yaxis={"title": {"text": y}, **LABEL_GAP},
         **more,
     )

@@ -30,9 +30,13 @@ Spec = dict[str, Any]
 """A figure in plotly's format: `data` and `layout`."""
 
 LETTERS = 105  # that fit beside one another into the width of a figure
+EDGE = 0.03  # of the width: half of a label
 
 MARGIN = {"l": 48, "r": 12, "t": 56, "b": 44}  # pixels
 TITLE_PX = 30
+
+# Invisible ticks keep the names of rows off the bars that start there.
+LABEL_GAP = {"ticks": "outside", "ticklen": 6, "tickcolor": "#ffffff"}
 
 
 def timeline_spec(
@@ -81,7 +85,7 @@ def _bars(bars: Sequence[Bar], shown_ms: float) -> Spec:
         "width": 0.82,
         # What does not fit is left out: shrunken letters help nobody.
         "text": [
-            bar.text if bar.length_ms > (len(bar.text) + 1) * letter_ms else ""
+            bar.text if bar.length_ms > (len(bar.text) + 0.8) * letter_ms else ""
             for bar in bars
         ],
         "textposition": "inside",
@@ -118,7 +122,7 @@ def _label_trace(paper: Paper, shown_ms: float) -> Spec:
         label
         for label in paper.labels
         if label.room_ms > len(label.cause) * shown_ms / LETTERS
-        and 0.03 * shown_ms < label.at_ms
+        and _is_whole(label.at_ms / shown_ms)
     ]
     return {
         "type": "scatter",
@@ -131,6 +135,15 @@ def _label_trace(paper: Paper, shown_ms: float) -> Spec:
         "textfont": {"color": SOFT_INK, "size": 11},
         "hoverinfo": "skip",
     }
+
+
+def _is_whole(place: float) -> bool:
+    """Whether a label at this share of the width is not cut by the figure's edge.
+
+    >>> [_is_whole(place) for place in (0.01, 0.5, 0.99, 1.5)]  # 1.5: a drag away
+    [False, True, False, True]
+    """
+    return min(abs(place), abs(place - 1)) > EDGE
 
 
 def _line_trace(paper: Paper) -> Spec:
@@ -151,6 +164,9 @@ def _line_trace(paper: Paper) -> Spec:
             "size": [3, 9, 0] * len(paper.lines) or 9,
             "angleref": "previous",
             "color": INK,
+            # Plotly makes markers of many sizes pale, and edges them in white.
+            "line": {"width": 0},
+            "opacity": 1,
         },
         "customdata": hover,
         "hovertemplate": "%{customdata}<extra></extra>",
@@ -198,7 +214,11 @@ def _layout(paper: Paper, shown_ms: float, title: str) -> Spec:
         height=int(90 + 36 * paper.rows) + above,
         annotations=names,
         xaxis={
-            "title": {"text": f"ms{' · ' + paper.cut if paper.cut else ''}"},
+            # Letters of this size still fit a narrow page.
+            "title": {
+                "text": f"ms{' · ' + paper.cut if paper.cut else ''}",
+                "font": {"size": 12},
+            },
             "range": [0, shown_ms],
             "gridcolor": GRID,
             "zeroline": False,
@@ -208,6 +228,7 @@ def _layout(paper: Paper, shown_ms: float, title: str) -> Spec:
             "tickvals": [row for row, _ in paper.lanes],
             "ticktext": [label for _, label in paper.lanes],
             "fixedrange": True,
+            **LABEL_GAP,
             "showgrid": False,
             "zeroline": False,
         },

@@ -333,7 +333,7 @@ def test_ladder_chart_marks_wrong_tokens() -> None:
     result = {"experiment": "ladder", "gpu": "X", "model": "m", "steps": steps}
     (bars,) = ladder_spec(result)["data"]
     assert bars["y"] == ["one slot", "sync"]  # plotly counts from below
-    assert bars["text"][0] == "3.00 s, active 90.0 %, 50 % of tokens wrong"
+    assert bars["text"][0] == "3.00 s, active 90.0 %, 50 % wrong"
     assert bars["marker"]["color"][0] != bars["marker"]["color"][1]
 
 

@@ -128,12 +128,7 @@ def carry_svg(
         parts += _compared(carries, yours, y := y + 36)
     parts += _line("the GPU reads", now.read_ids, y := y + 36, grounds)
     parts += _line("request", owners, y := y + 36, grounds)
-    return _fluid(picture_svg(y + 40, parts))
-
-
-def _fluid(picture: str) -> str:
-    """The picture, but no wider than the page that it is drawn on."""
-    return picture.replace("<svg ", '<svg style="max-width:100%;height:auto" ', 1)
+    return picture_svg(y + 40, parts)
 
 
 def _x(place: int) -> float:
@@ -233,8 +228,8 @@ def _drawn(kind: type[Engine], name: str, steps: int, depth: int) -> Drawing:
         engine.run()
     spans = [replace(span, work=NO_WORK) for span in engine.timeline.spans]
     arrows = [arrow for arrow in log.arrows if arrow.edge in EVENTS]
-    timeline = Timeline(name, spans)
-    return Drawing(timeline, arrows, note=f"{timeline.total_us / 1000:.1f} ms")
+    # Without a note: how long the second one takes is for the reader to predict.
+    return Drawing(Timeline(name, spans), arrows)
 
 
 def stages_ms(timeline: Timeline, depth: int = 1) -> dict[str, tuple[float, float]]:
@@ -271,20 +266,21 @@ def calls_svg(runs: Mapping[str, Sequence[str]]) -> str:
     [2, 2]
     """
     colours = {"launch": PHASE_COLOURS["prepare"], "collect": PHASE_COLOURS["update"]}
-    cell = min(60.0, (WIDTH - 120) / max(map(len, runs.values())))
+    left = 125  # room for the names of the lines
+    cell = min(60.0, (WIDTH - left - 10) / max(map(len, runs.values())))
     parts = [
-        *key_svg(110, colours["launch"], "launch"),
-        *key_svg(220, colours["collect"], "collect"),
+        *key_svg(left, colours["launch"], "launch"),
+        *key_svg(left + 110, colours["collect"], "collect"),
     ]
     for line, (name, calls) in enumerate(runs.items()):
         y = 44 + 36 * line
         parts.append(words_svg(8, y + 14, name))
         for place, call in enumerate(calls):
             word, _, batch = call.partition(" ")
-            x = 110 + place * cell
+            x = left + place * cell
             parts.append(rect_svg(x, y, cell - 3, 28, colours.get(word, RACE_COLOUR)))
             parts.append(words_svg(x + cell / 2, y + 14, batch, "middle"))
-    return _fluid(picture_svg(54 + 36 * len(runs), parts))
+    return picture_svg(54 + 36 * len(runs), parts)
 
 
 def _async_engine() -> str:

@@ -10,7 +10,7 @@ from cbasync.config import EngineConfig
 from cbasync.devices.sim import SimDevice
 from cbasync.engine import SyncEngine
 from cbasync.figures.memory import tint_of
-from cbasync.figures.parts import key_svg, picture_svg, rect_svg, words_svg
+from cbasync.figures.parts import picture_svg, rect_svg, words_svg
 from cbasync.palette import IDLE_GROUND, INK
 from cbasync.runner import ScriptedRunner
 from cbasync.sampling import SamplingParams
@@ -154,7 +154,7 @@ def flat_steps_svg(runs: Mapping[str, Sequence[Sequence[Part]]]) -> str:
     >>> picture.count("<rect")  # ground, legend, three tokens, two marks
     7
     """
-    parts = key_svg(40, INK, "a token comes of it")
+    parts = [rect_svg(40, 19, 18, 4, INK), words_svg(64, 21, "a token comes of it")]
     x, tall = 40.0, 38.0
     for title, batches in runs.items():
         longest = max(sum(part[2] for part in batch) for batch in batches)

@@ -29,10 +29,13 @@ def rect_svg(x: float, y: float, width: float, height: float, colour: str) -> st
     )
 
 
-def words_svg(x: float, y: float, words: str, anchor: str = "start") -> str:
+def words_svg(
+    x: float, y: float, words: str, anchor: str = "start", colour: str = INK
+) -> str:
     """Words whose middle height is `y`; `anchor` is start, middle or end."""
     place = f'x="{x:.1f}" y="{y:.1f}" dy=".35em" text-anchor="{anchor}"'
-    return f"<text {place}>{words}</text>"
+    fill = "" if colour == INK else f' fill="{colour}"'
+    return f"<text {place}{fill}>{words}</text>"
 
 
 def key_svg(x: float, colour: str, words: str) -> list[str]:

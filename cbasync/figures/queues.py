@@ -11,7 +11,7 @@ from cbasync.devices.races import RaceDetector
 from cbasync.devices.sim import SimDevice
 from cbasync.event_log import EventLog
 from cbasync.figures.parts import WIDTH, picture_svg, rect_svg, words_svg
-from cbasync.palette import IDLE_GROUND, cause_colour
+from cbasync.palette import IDLE_GROUND, INK, cause_colour, text_colour
 from cbasync.paper import Drawing, percent
 from cbasync.svg import timeline_svg
 from cbasync.timeline import CAUSES, Timeline
@@ -113,11 +113,13 @@ def _stack(stack: Mapping[str, float], longest: float, top: float) -> list[str]:
         width = stack[name] / longest * (WIDTH - 16)
         parts.append(_piece(x, top, width, 28, name))
         words = f"{name} {100 * stack[name] / total:.1f} %"
-        room = 7.4 * len(words)
+        room = 8.4 * len(words)
         if width > room:
-            place = x + (width - room) / 2
-            parts.append(rect_svg(place, top + 5, room, 18, "#ffffff"))
-            parts.append(words_svg(x + width / 2, top + 14, words, "middle"))
+            ink = text_colour(cause_colour(name))
+            if name != "compute":  # letters on hatching need a ground of their own
+                place, ink = x + (width - room) / 2, INK
+                parts.append(rect_svg(place, top + 5, room, 18, "#ffffff"))
+            parts.append(words_svg(x + width / 2, top + 14, words, "middle", ink))
         x += width
     return parts
 
