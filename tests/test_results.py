@@ -41,6 +41,20 @@ def test_a_row_is_what_was_recorded(row: tuple[str, ...]) -> None:
     assert recorded["machine"]["command"]
 
 
+def test_the_comparison_on_a_cpu_is_what_was_recorded() -> None:
+    recorded = result("data/results/peer-cpu.json")
+    assert f"makes {recorded['ratio']:.2f} times as many tokens" in README
+    assert recorded["tokens_equal"]
+    assert recorded["ratio"] >= 1.5
+
+
+def test_host_work_is_small_and_does_not_grow_with_context() -> None:
+    host_ms = result("data/results/host-cpu.json")["host_ms"]
+    assert max(host_ms["32@100"], host_ms["32@8000"]) <= 0.3
+    assert host_ms["256@2000"] <= 1.0
+    assert host_ms["32@8000"] < 1.2 * host_ms["32@100"]
+
+
 def names_in(table: str) -> set[str]:
     """File names in back quotes; one in braces stands for each of its choices."""
     names = set()
