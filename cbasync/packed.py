@@ -1,8 +1,8 @@
 """Weights laid out for oneDNN while an engine has a model: decode steps on a CPU.
 
 A decode step reads every weight once, for a few rows. PyTorch's own product takes the
-weights as they lie; oneDNN reads a copy in the order in which it uses them, and takes
-about two thirds of the time for it. The sums are the same but for rounding.
+weights as they lie; oneDNN reads a copy in the order in which it uses them, and needs
+less time for it. The sums are the same but for rounding.
 """
 
 from __future__ import annotations

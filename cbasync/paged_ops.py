@@ -87,7 +87,7 @@ def multiplied_attention(
     bias: Tensor,  # [B * H, 1, K]   0, or minus infinity where a row sees nothing
     scaling: float | None,
 ) -> Tensor:  # [B, Hq, D]
-    """The same as two products of many small matrices: on a CPU nearly twice as fast.
+    """The same as two products of many small matrices: faster on a CPU.
 
     Only for a dtype in which scores may be rounded: float32 and float64.
     """

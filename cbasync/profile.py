@@ -174,7 +174,7 @@ _LEAN_ARGS = ("stream", "device", "correlation", "bytes")
 
 
 def lean(trace: dict[str, Any]) -> dict[str, Any]:
-    """A GPU's trace without what no timeline needs: a sixth of the size.
+    """A GPU's trace without what no timeline needs, so a much smaller one.
 
     Kept are ranges, what ran on the GPU, and its launches, each with where it ran and
     when. Operators, arrows, launch shapes and the ends of long names go.

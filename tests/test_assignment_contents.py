@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -22,18 +21,10 @@ from cbasync.checks.ring import Ring, Source, Step
 from cbasync.checks.workload import Mistake, judge
 from cbasync.grading import cells
 from cbasync.grading.rubric import ASSIGNMENTS, ROOT
+from tests.loading import load
 
 NUMBERS = ("a1", "a2", "a4")
 each_number = pytest.mark.parametrize("number", NUMBERS)
-
-
-def load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def reference(number: str) -> Any:

@@ -445,17 +445,3 @@ def test_an_end_token_costs_depth_tokens(built: type[Any], depth: int) -> None:
 def test_calls_of_the_engine_are_those_of_the_solution() -> None:
     for depth in (1, 2, 3):
         assert calls_of(both_engines(depth=depth)[1].timeline) == calls(STEPS, depth)
-
-
-# -- an untouched stub -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("check", [checks.carry_over, checks.calls])
-def test_check_says_that_nothing_is_written(
-    check: Callable[[Callable[..., Any]], None],
-) -> None:
-    def stub(*given: object) -> Any:
-        raise NotImplementedError
-
-    with pytest.raises(AssertionError, match="nothing written yet"):
-        check(stub)

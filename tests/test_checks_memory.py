@@ -206,20 +206,6 @@ def test_check_of_flat_arrays_finds_mistakes(
         checks.flat_arrays(mistake)
 
 
-# -- an untouched stub -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("check", [checks.slot_mapping, checks.flat_arrays])
-def test_check_says_that_nothing_is_written(
-    check: Callable[[Callable[..., object]], None],
-) -> None:
-    def stub(*given: object) -> object:
-        raise NotImplementedError
-
-    with pytest.raises(AssertionError, match="nothing written yet"):
-        check(stub)
-
-
 # -- figures ---------------------------------------------------------------------------
 
 

@@ -237,17 +237,6 @@ def test_check_of_starts_finds_mistakes(mistake: Starts, question: str) -> None:
     assert question in str(caught.value)
 
 
-@pytest.mark.parametrize("check", [checks.idle_by_cause, checks.starts])
-def test_check_says_that_nothing_is_written(
-    check: Callable[[Callable[..., object]], None],
-) -> None:
-    def stub(*given: object) -> object:
-        raise NotImplementedError
-
-    with pytest.raises(AssertionError, match="nothing written yet"):
-        check(stub)
-
-
 def test_check_shows_what_came_when_it_is_no_dict() -> None:
     with pytest.raises(AssertionError, match="got      None"):
         checks.idle_by_cause(lambda gpu, others: None)  # type: ignore[arg-type, return-value]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
 from itertools import product
-from pathlib import Path
 from random import Random
 from types import ModuleType
 
@@ -33,17 +31,9 @@ from cbasync.grading.rubric import ASSIGNMENTS, load_items
 from cbasync.runner import ScriptedRunner
 from cbasync.sampling import SamplingParams
 from tests.assignments.a5.baselines import EndsOnly, ends_only_share
+from tests.loading import load
 
 A5 = ASSIGNMENTS["a5"]
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

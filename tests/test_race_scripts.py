@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import re
 import sys
 from itertools import compress, product
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -35,6 +33,7 @@ from cbasync.checks.race_scripts import (
     wait,
 )
 from cbasync.grading.rubric import ASSIGNMENTS, load_items
+from tests.loading import load
 
 A3 = ASSIGNMENTS["a3"]
 
@@ -43,15 +42,6 @@ COMPUTE = launch("compute", "compute 0", ["x"], ["y"])
 UPDATE = host("update 0", ["y"])
 RACING = [COPY, COMPUTE]
 MENDED = [COPY, record("h2d", "e"), wait("compute", "e"), COMPUTE]
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

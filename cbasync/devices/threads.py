@@ -26,7 +26,7 @@ def alone() -> Iterator[None]:
 
     OpenMP gives each thread that computes in parallel helpers of its own, and keeps
     them. With more of them than cores it no longer lets them spin between two kernels,
-    and a forward pass takes about a fifth longer. So whoever loads a model or makes a
+    and a forward pass takes longer. So whoever loads a model or makes a
     cache leaves the helpers to the compute stream.
     """
     before = torch.get_num_threads()
@@ -38,7 +38,7 @@ def alone() -> Iterator[None]:
 
 
 class Ticket:
-    """A flag that is set once: a `threading.Event` at a tenth of its cost."""
+    """A flag that is set once: a `threading.Event` that costs less."""
 
     __slots__ = ("_lock", "is_set")
 

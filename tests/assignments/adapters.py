@@ -6,7 +6,6 @@ asks the submission. If an exercise renames a function, it is renamed here.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from cbasync.checks.race_scripts import Line, Script
 from cbasync.checks.ring import Row
 from cbasync.grading import Remote, Submission
 from cbasync.grading.rubric import ASSIGNMENTS
+from tests.loading import load
 
 # -- a3: find the race -----------------------------------------------------------------
 
@@ -48,13 +48,7 @@ class RaceFinder:
 def reference(number: str) -> Any:
     """The module of an assignment's reference solution, imported here."""
     assignment = ASSIGNMENTS[number]
-    path = assignment.hidden / "reference" / assignment.file
-    spec = importlib.util.spec_from_file_location(f"reference_{number}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(assignment.hidden / "reference" / assignment.file)
 
 
 # -- a1: a block manager with sharing --------------------------------------------------
