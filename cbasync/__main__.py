@@ -124,7 +124,7 @@ def _bench_gpu(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
         cuda_graphs=not args.no_graphs,
         compile=args.compile,
         merge=args.merge,
-        host_delay_ms=args.host_delay_ms,
+        host_delays_ms=(args.host_delay_ms,),
     )
     loaded = load_model(args.model or "random-8b", device="cuda")
     if args.series:

@@ -6,19 +6,14 @@ A series is a function from a model and a base setting to a plain dict.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from statistics import median
+from dataclasses import asdict, replace
 
 import torch
 
 from cbasync.bench import Result, machine_facts
-from cbasync.devices.costs import CostModel, PhaseCost
-from cbasync.devices.sim import SimDevice
-from cbasync.engine import AsyncEngine, SyncEngine
-from cbasync.gpu_bench import MODES, PREFILL_TOKENS, Measured, Mode, Setting, measure
+from cbasync.gpu_bench import MODES, PREFILL_TOKENS, TURN, Measured, Setting, measure
+from cbasync.host_delay import DELAYS_MS, host_delay_points
 from cbasync.models import LoadedModel
-from cbasync.runner import ScriptedRunner
-from cbasync.timeline import Timeline
 
 Series = Callable[[LoadedModel, Setting], Result]
 
@@ -97,131 +92,29 @@ def wrong_fraction(tokens: list[list[int]], right: list[list[int]]) -> float:
 
 # ------------------------------------------------------------------ slower hosts
 
-_ROUNDS = 2
-DELAYS_MS = (0.0, 1.0, 2.0, 4.0, 6.0, 8.0, 12.0)
-
 
 def host_delay(loaded: LoadedModel, base: Setting) -> Result:
-    """Host time added to every step, measured and predicted by the virtual device.
+    """Host time added to steps, measured and predicted by the virtual device.
 
-    The cost model is fitted to the two runs without added time, and to nothing else.
-    It is told how long the host really was busy: a wait of 12 ms takes a little longer
-    on a machine that others use, too.
+    Raises a `ValueError` for fewer steps than a round of delays takes.
     """
-    runs: dict[tuple[float, Mode], Result] = {}
-    still: dict[Mode, Measured] = {}
-    for delay in DELAYS_MS:
-        for mode in MODES:
-            run = _quietest(loaded, replace(base, mode=mode, host_delay_ms=delay))
-            runs[delay, mode] = run.result
-            if delay == 0:
-                still[mode] = run
-    model = fitted(still["sync"], still["async"], base)
-    points = [
-        _delay_point(model, base, d, runs[d, "sync"], runs[d, "async"])
-        for d in DELAYS_MS
-    ]
+    least = (len(DELAYS_MS) + 1) * TURN
+    if base.new_tokens < least:
+        raise ValueError(
+            f"new_tokens is {base.new_tokens}, {len(DELAYS_MS)} delays in turns of "
+            f"{TURN} steps take at least {least}: raise it"
+        )
+    base = replace(base, host_delays_ms=DELAYS_MS)
+    runs = {mode: measure(loaded, replace(base, mode=mode)) for mode in MODES}
+    model, points = host_delay_points(runs, base)
     return _with_facts(
         "host-delay",
         loaded,
         setting=vars(base),
         points=points,
         largest_error=max(abs(p[mode]["error"]) for p in points for mode in MODES),
-        cost_model=vars_of(model),
+        cost_model=asdict(model),
     )
-
-
-def _quietest(loaded: LoadedModel, setting: Setting) -> Measured:
-    """The shortest of a few runs: a busy neighbour only ever adds."""
-    runs = (measure(loaded, setting) for _ in range(_ROUNDS))
-    return min(runs, key=lambda run: run.result["total_s"])
-
-
-def _delay_point(
-    model: CostModel, base: Setting, delay_ms: float, sync: Result, overlapped: Result
-) -> Result:
-    """Measured and predicted figures with one delay."""
-    point: Result = {"delay_ms": delay_ms}
-    for mode, run in zip(MODES, (sync, overlapped), strict=True):
-        actual = run["delay_ms"] if delay_ms else 0.0
-        predicted = predicted_s(model, replace(base, mode=mode, host_delay_ms=actual))
-        point[mode] = {
-            "actual_delay_ms": run["delay_ms"],
-            "measured_s": run["total_s"],
-            "predicted_s": predicted,
-            "error": predicted / run["total_s"] - 1,
-            **{
-                key: run[key]
-                for key in ("gpu_active", "gpu_busy_s", "host_ms_per_step")
-            },
-        }
-    for key in ("measured_s", "predicted_s"):
-        point[f"gain_{key[:-2]}"] = 1 - point["async"][key] / point["sync"][key]
-    return point
-
-
-def vars_of(model: CostModel) -> Result:
-    """A cost model as a plain dict."""
-    return {
-        name: vars(value) if isinstance(value, PhaseCost) else value
-        for name, value in vars(model).items()
-    }
-
-
-def fitted(sync: Measured, overlapped: Measured, base: Setting) -> CostModel:
-    """The machine of two runs of the same work.
-
-    What the GPU needs is read off the overlapped run: there a batch's kernels are
-    queued before it starts, and its span holds no time of launching. What the host
-    needs is read off the synchronous run, as is the time it takes to wake up after a
-    wait: a host that is late never sleeps. Launching is in no phase, and nearly all of
-    it is that of the forward pass: what the virtual device lacks to take as long as
-    the synchronous run did is added to `prepare`, which comes just before.
-    """
-    parts = [
-        span
-        for run, lanes in ((sync, ("cpu",)), (overlapped, ("h2d", "compute", "d2h")))
-        for lane in lanes
-        for span in run.timeline.lane(lane)
-        if span.batch > 0  # the first one reads the prompts
-    ]
-    model = CostModel.fit(Timeline("the runs without added time", parts))
-    model = replace(model, wake_us=_wake_us(sync.timeline))
-    base = replace(base, mode="sync")
-    for _ in range(3):  # the time is linear in what is added, up to rounding
-        missing_s = sync.result["total_s"] - predicted_s(model, base)
-        steps = sync.result["steps"] - 1
-        fixed_us = max(0.0, model.prepare.fixed_us + 1e6 * missing_s / steps)
-        model = replace(model, prepare=replace(model.prepare, fixed_us=fixed_us))
-    return model
-
-
-def _wake_us(sync: Timeline) -> float:
-    """From the end of a batch's last copy to the host's update: it slept meanwhile."""
-    copied = {span.batch: span.end_us for span in sync.lane("d2h")}
-    return median(
-        max(0.0, span.start_us - copied[span.batch])
-        for span in sync.lane("cpu")
-        if span.phase == "update" and span.batch in copied
-    )
-
-
-def predicted_s(model: CostModel, setting: Setting) -> float:
-    """First to last token of a setting on the virtual device, without its model."""
-    schedule = model.schedule
-    slower = replace(schedule, fixed_us=schedule.fixed_us + 1e3 * setting.host_delay_ms)
-    costs = replace(model, schedule=slower)
-    kind = SyncEngine if setting.mode == "sync" else AsyncEngine
-    device = SimDevice(costs=costs, order="issue")
-    with kind(ScriptedRunner(), setting.config(), device) as engine:
-        for prompt in setting.prompts(engine.runner.vocab_size):
-            engine.add_request(prompt, setting.params(0))
-        first_us = None
-        while engine.has_work:
-            changed = engine.step()
-            if changed and first_us is None:
-                first_us = device.now_us()
-        return (device.now_us() - (first_us or 0.0)) / 1e6
 
 
 # ------------------------------------------------------------------ where it pays

@@ -5,11 +5,13 @@ Every run is described by a `Setting` and gives a plain dict; nothing here asser
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any, Literal
 
 import torch
@@ -19,6 +21,8 @@ from cbasync.bench import Result, collector_frozen
 from cbasync.carry_over import SlotCarryOver
 from cbasync.config import EngineConfig
 from cbasync.devices import CudaDevice
+from cbasync.devices.access import Access
+from cbasync.devices.base import Device, Event
 from cbasync.engine import AsyncEngine, Engine, SyncEngine
 from cbasync.io_slot import IOSlot
 from cbasync.kv_cache import blocks_for
@@ -53,7 +57,7 @@ class Setting:
     carry: bool = True
     num_slots: int = 0
     ablate: tuple[str, ...] = ()
-    host_delay_ms: float = 0.0  # the scheduler is made to take this much longer
+    host_delays_ms: tuple[float, ...] = (0.0,)  # added host time, taking turns
     requests: int = 0  # 0: as many as fit into one batch
     stop_every: int = 0  # every so many-th token id ends a request, 0: none does
     skip_prefill: bool = False  # random numbers for the K,V of the prompts
@@ -98,20 +102,90 @@ class Setting:
         return drawn
 
 
-class DelayedScheduler(Scheduler):
-    """A scheduler that keeps the host busy for a while in every step."""
+TURN = 20  # steps in a row with the same added host time
 
-    def __init__(self, config: EngineConfig, delay_ms: float) -> None:
+
+def in_turns(delays_ms: Sequence[float]) -> Iterator[float]:
+    """Added host time of one step after another, without end.
+
+    Each delay has its turn of 20 steps in every round, in an order drawn anew: whatever
+    changes on the machine meanwhile, changes for all of them.
+
+    >>> from itertools import islice
+    >>> list(islice(in_turns([1.0, 8.0]), 0, 100, TURN))
+    [8.0, 1.0, 1.0, 8.0, 8.0]
+    """
+    draw = random.Random(0)
+    while True:
+        for delay_ms in draw.sample(delays_ms, len(delays_ms)):
+            yield from [delay_ms] * TURN
+
+
+def spin(seconds: float) -> float:
+    """Keep the host busy; how long it really was."""
+    start = now = time.perf_counter()
+    while now < start + seconds:
+        now = time.perf_counter()
+    return now - start
+
+
+class DelayedScheduler(Scheduler):
+    """A scheduler that keeps the host busy for a while in every step.
+
+    `keep_busy` takes the seconds asked for and returns the seconds they became.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        delays_ms: Iterator[float],
+        keep_busy: Callable[[float], float] = spin,
+    ) -> None:
         super().__init__(config)
-        self.delay_s = delay_ms / 1e3
-        self.delays_s: list[float] = []  # as they really were
+        self.planned_ms = delays_ms
+        self.keep_busy = keep_busy
+        self.delays_ms: list[tuple[float, float]] = []  # as planned, and as they were
 
     def schedule(self) -> SchedulerOutput | None:
-        start = now = time.perf_counter()
-        while now < start + self.delay_s:
-            now = time.perf_counter()
-        self.delays_s.append(now - start)
+        planned_ms = next(self.planned_ms)
+        actual_s = self.keep_busy(planned_ms / 1e3)
+        self.delays_ms.append((planned_ms, 1e3 * actual_s))
         return super().schedule()
+
+
+class HostTimer:
+    """An observer of the host's time in no phase: launching a batch, waiting for it.
+
+    A launch counts from the end of `prepare` until all is in its queues; a wait from
+    there until the tokens have come and the host has noticed.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.now_us = device.now_us
+        self.mark_us = 0.0
+        self.launches_us: list[float] = []  # a batch each
+        self.waits_us: list[float] = []
+
+    def on_launch(self, stream: str, access: Access) -> None:
+        if access.phase == "h2d":
+            self.mark_us = self.now_us()
+
+    def on_record(self, stream: str, event: object) -> None:
+        self._note(event, self.launches_us)
+
+    def on_synchronize(self, event: object) -> None:
+        self._note(event, self.waits_us)
+
+    def _note(self, event: object, lengths_us: list[float]) -> None:
+        assert isinstance(event, Event)
+        if event.name == "d2h_done":
+            now_us = self.now_us()
+            lengths_us.append(now_us - self.mark_us)
+            self.mark_us = now_us
+
+    def on_wait(self, stream: str, event: object) -> None: ...
+
+    def on_host(self, access: Access) -> None: ...
 
 
 class NoCarryOver(SlotCarryOver):
@@ -140,13 +214,26 @@ class SkippingRunner(ModelRunner):
             io_slot.device_sampled.fill_(1)
 
 
+@dataclass(frozen=True)
+class Step:
+    """One step of a run: the host time added to it, and how long it took."""
+
+    planned_ms: float
+    delay_ms: float  # as it really was
+    seconds: float  # from the end of the step before
+    is_steady: bool  # every request decodes, before it and after it
+
+
 @dataclass
 class Measured:
-    """One run: its numbers, its tokens and its timeline."""
+    """One run: its numbers, its tokens, its timeline and its steps."""
 
     result: Result
     tokens: list[list[int]]
     timeline: Timeline
+    steps: list[Step]
+    launches_us: list[float]  # of the host, a batch each
+    waits_us: list[float]
 
 
 def measure(loaded: LoadedModel, setting: Setting) -> Measured:
@@ -156,8 +243,10 @@ def measure(loaded: LoadedModel, setting: Setting) -> Measured:
     engine = new_engine(loaded, setting)
     with engine:
         set_up_s = time.perf_counter() - start
+        host = HostTimer(engine.device)
+        engine.device.observers.append(host)
         torch.cuda.reset_peak_memory_stats()
-        requests, seconds = _run(engine, setting)
+        requests, seconds, steps = play(engine, setting)
         used = _memory_used()
         peak = torch.cuda.max_memory_allocated()
         engine.device.synchronize()
@@ -167,14 +256,15 @@ def measure(loaded: LoadedModel, setting: Setting) -> Measured:
         "set_up_s": set_up_s,
         **seconds,
         **_activity(timeline),
-        "delay_ms": 1e3 * fmean(engine.scheduler.delays_s),  # type: ignore[attr-defined]
+        "launch_ms_per_step": median(host.launches_us) / 1e3,
         "discarded_rows": engine.scheduler.discarded_tokens,
         "slots": len(engine.io_slots),
         "io_bytes_of_a_slot": engine.io_slots[0].io_bytes,
         "memory_used_bytes": used,
         "memory_peak_bytes": peak,
     }
-    return Measured(result, [r.output_token_ids for r in requests], timeline)
+    tokens = [r.output_token_ids for r in requests]
+    return Measured(result, tokens, timeline, steps, host.launches_us, host.waits_us)
 
 
 def new_engine(loaded: LoadedModel, setting: Setting) -> Engine:
@@ -183,7 +273,7 @@ def new_engine(loaded: LoadedModel, setting: Setting) -> Engine:
     device = CudaDevice(one_stream=setting.one_stream, pinned=setting.pinned)
     kind = SyncEngine if setting.mode == "sync" else AsyncEngine
     runner = (SkippingRunner if setting.skip_prefill else ModelRunner)(loaded.model)
-    scheduler = DelayedScheduler(config, setting.host_delay_ms)
+    scheduler = DelayedScheduler(config, in_turns(setting.host_delays_ms))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is taken away here is taken on purpose
         engine = kind(runner, config, device, scheduler)
@@ -192,33 +282,42 @@ def new_engine(loaded: LoadedModel, setting: Setting) -> Engine:
     return engine
 
 
-def _run(engine: Engine, setting: Setting) -> tuple[list[Request], Result]:
-    """Play the workload; times by the host's clock from the first token on."""
+def play(engine: Engine, setting: Setting) -> tuple[list[Request], Result, list[Step]]:
+    """Play the workload of a setting, by the clock of the engine's device.
+
+    The engine's scheduler is a `DelayedScheduler`; total time counts from the first
+    token to the last.
+    """
+    scheduler, now_us = engine.scheduler, engine.device.now_us
+    assert isinstance(scheduler, DelayedScheduler)
     params = setting.params(engine.runner.vocab_size)
     requests = [
         engine.add_request(prompt, params)
         for prompt in setting.prompts(engine.runner.vocab_size)
     ]
     first: dict[str, float] = {}  # time of each request's first token
-    steady: list[float] = []  # ends of the steps in which all of them decode
+    ends, are_steady = [0.0], [False]
     with collector_frozen():
-        start = time.perf_counter()
+        start_us = now_us()
         while engine.has_work:
             changed = engine.step()
-            now = time.perf_counter() - start
+            ends.append((now_us() - start_us) / 1e6)
             for request in changed:
-                first.setdefault(request.request_id, now)
-            if len(engine.requests) == len(first) == len(requests):
-                steady.append(now)
+                first.setdefault(request.request_id, ends[-1])
+            are_steady.append(len(engine.requests) == len(first) == len(requests))
     times = sorted(first.values())
-    return requests, {
-        "total_s": now - times[0],  # from the first token to the last
+    steady = [end for end, is_steady in zip(ends, are_steady, strict=True) if is_steady]
+    numbers = {
+        "total_s": ends[-1] - times[0],  # from the first token to the last
         "steady_step_ms": _mean_step_ms(steady),
-        "steps": engine.scheduler.num_launched,
+        "steps": scheduler.num_launched,
         "output_tokens": sum(len(r.output_token_ids) for r in requests),
         "first_token_s": times[0],
         "mean_time_to_first_token_s": fmean(times),
     }
+    pairs = zip(scheduler.delays_ms, pairwise(ends), pairwise(are_steady), strict=True)
+    steps = [Step(*ms, end - start, all(steady)) for ms, (start, end), steady in pairs]
+    return requests, numbers, steps
 
 
 def _mean_step_ms(ends: Sequence[float]) -> float | None:

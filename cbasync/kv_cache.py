@@ -300,8 +300,9 @@ class KVCache:
     Block `N`, the last one, belongs to nobody: rows that only pad a batch write
     there, so that no padding can reach a live request.
 
-    On a CPU the heads of a block lie one after the other, so that the keys of a head
-    are one matrix once they have been gathered; `keys` and `values` are views then.
+    With `heads_apart`, as on a CPU, the heads of a block lie one after the other, so
+    that the keys of a head are one matrix once they have been gathered; `keys` and
+    `values` are views then.
     """
 
     def __init__(
@@ -314,17 +315,20 @@ class KVCache:
         head_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        heads_apart: bool | None = None,
     ) -> None:
+        if heads_apart is None:
+            heads_apart = torch.device(device).type == "cpu"
         self.num_blocks, self.block_size = num_blocks, block_size
         self.num_kv_heads = num_kv_heads
-        self.heads_apart = torch.device(device).type == "cpu"
+        self.heads_apart = heads_apart
         inner = (block_size, num_kv_heads)
-        if self.heads_apart:
+        if heads_apart:
             inner = (num_kv_heads, block_size)
         shape = (num_blocks + 1, *inner, head_size)
         self._pools = [_zeros(num_layers, shape, dtype, device) for _ in "kv"]
         self.keys, self.values = (
-            [p.transpose(1, 2) if self.heads_apart else p for p in pools]
+            [p.transpose(1, 2) if heads_apart else p for p in pools]
             for pools in self._pools
         )
         self._scratch = _zeros(2, (0, 0), dtype, device)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cbasync.config import EngineConfig
-from cbasync.devices.costs import ARTICLE, LAPTOP, CostModel, PhaseCost
+from cbasync.devices.costs import ARTICLE, LAPTOP, WAITS, CostModel, PhaseCost
 from cbasync.io_slot import SlotLayout
 from cbasync.palette import PHASE_COLOURS
 from cbasync.simulate import PUBLISHED, published_difference
@@ -118,7 +118,7 @@ def _preset(costs: CostModel, batch: int, depth: int, context: int) -> dict[str,
         "remark": _article_remark() if costs == ARTICLE else "",
         "batch": batch,
         "depth": depth,
-        "costs": {"launch_us": costs.launch_us, "wake_us": costs.wake_us, **parts},
+        "costs": {name: getattr(costs, name) for name in WAITS} | parts,
     }
 
 

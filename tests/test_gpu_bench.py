@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 
 from cbasync import experiments, gpu_bench, series_tables
-from cbasync.devices import SimDevice, ThreadsDevice
+from cbasync.devices import ThreadsDevice
 from cbasync.devices.costs import LAPTOP, CostModel
-from cbasync.engine import AsyncEngine, SyncEngine
-from cbasync.gpu_bench import Measured, Setting, measure
+from cbasync.gpu_bench import TURN, Measured, Mode, Setting, in_turns, measure
+from cbasync.host_delay import fitted, host_delay_points, replayed
 from cbasync.models import LoadedModel, load_model
 from cbasync.published import cut, explain
-from cbasync.runner import ScriptedRunner
-from cbasync.timeline import Timeline
 
 SMALL = Setting(batch=3, prompt_tokens=5, new_tokens=9, depth=1)
 
@@ -83,36 +82,73 @@ def test_random_keys_and_values_for_prompts(loaded: LoadedModel) -> None:
     assert {tokens[0] for tokens in run.tokens} == {1}
 
 
-def simulated(mode: str, costs: CostModel, setting: Setting) -> Measured:
+DELAYS_MS = (0.0, 3.0, 9.0, 30.0)
+MACHINE = replace(LAPTOP, return_us=700.0, wake_us=150.0)
+
+
+def virtual(mode: Mode, costs: CostModel, setting: Setting) -> Measured:
     """A run on the virtual device, in the form of a measured one."""
-    kind = SyncEngine if mode == "sync" else AsyncEngine
-    device = SimDevice(costs=costs, order="issue")
-    setting = replace(setting, mode=mode)  # type: ignore[arg-type]
-    with kind(ScriptedRunner(), setting.config(), device) as engine:
-        for prompt in setting.prompts(1000):
-            engine.add_request(prompt, setting.params(0))
-        engine.run()
-        steps = engine.scheduler.num_launched
-        timeline = Timeline(mode, list(device.timeline.spans))
-    total_s = experiments.predicted_s(costs, setting)
-    return Measured({"total_s": total_s, "steps": steps}, [], timeline)
+    delays_ms = in_turns(setting.host_delays_ms)
+    run = replayed(costs, replace(setting, mode=mode), delays_ms)
+    steps = [
+        replace(step, planned_ms=planned_ms)
+        for step, planned_ms in zip(
+            run.steps, in_turns(setting.host_delays_ms), strict=False
+        )
+    ]
+    return replace(run, steps=steps)
 
 
-@pytest.mark.parametrize("delay_ms", [0.0, 3.0, 9.0, 30.0])
-def test_a_fitted_machine_predicts_other_delays(delay_ms: float) -> None:
-    base = replace(SMALL, new_tokens=60)
-    machine = replace(LAPTOP, launch_us=0.0, wake_us=150.0)
-    model = experiments.fitted(
-        simulated("sync", machine, base), simulated("async", machine, base), base
-    )
-    for mode in gpu_bench.MODES:
-        setting = replace(base, mode=mode, host_delay_ms=delay_ms)
-        truth = experiments.predicted_s(machine, setting)
-        assert experiments.predicted_s(model, setting) == pytest.approx(truth, rel=0.01)
+def test_a_fitted_machine_predicts_other_delays() -> None:
+    """A launch that returns late is felt by a late host alone, sleep by any other."""
+    base = replace(SMALL, new_tokens=8 * TURN, host_delays_ms=DELAYS_MS)
+    runs = {mode: virtual(mode, MACHINE, base) for mode in gpu_bench.MODES}
+    model, points = host_delay_points(runs, base)
+    assert model.return_us == pytest.approx(700, rel=0.05)
+    assert [point["delay_ms"] for point in points] == list(DELAYS_MS)
+    for point in points:
+        for mode in gpu_bench.MODES:
+            assert abs(point[mode]["error"]) < 0.005
+            assert point[mode]["actual_delay_ms"] == point["delay_ms"]
+        assert point["gain_predicted"] == pytest.approx(
+            point["gain_measured"], abs=0.005
+        )
+    late = points[-1]["async"]
+    assert late["measured_step_ms"] == pytest.approx(30.9, abs=0.2)
+
+
+@pytest.mark.parametrize("without", [{"return_us": 0.0}, {"wake_us": 0.0}])
+def test_without_a_part_of_the_model_the_prediction_misses(
+    without: dict[str, Any],
+) -> None:
+    base = replace(SMALL, new_tokens=8 * TURN, host_delays_ms=DELAYS_MS)
+    runs = {mode: virtual(mode, MACHINE, base) for mode in gpu_bench.MODES}
+    model = replace(fitted(runs, base), **without)
+    errors = []
+    for mode, run in runs.items():
+        delays_ms = [step.delay_ms for step in run.steps]
+        again = replayed(model, replace(base, mode=mode), delays_ms)
+        errors.append(again.result["total_s"] / run.result["total_s"] - 1)
+    assert min(errors) < -0.005
+
+
+def test_too_few_steps_for_a_round_of_delays(loaded: LoadedModel) -> None:
+    with pytest.raises(ValueError, match=r"new_tokens is 9, 7 delays .* at least 160"):
+        experiments.host_delay(loaded, SMALL)
+
+
+def test_delays_take_turns_and_every_round_has_them_all() -> None:
+    steps = list(islice(in_turns(DELAYS_MS), 6 * len(DELAYS_MS) * TURN))
+    turns = [steps[at : at + TURN] for at in range(0, len(steps), TURN)]
+    assert all(len(set(turn)) == 1 for turn in turns)
+    order = [turn[0] for turn in turns]
+    rounds = [order[at : at + 4] for at in range(0, len(order), 4)]
+    assert all(sorted(one) == list(DELAYS_MS) for one in rounds)
+    assert len(set(map(tuple, rounds))) > 1
 
 
 def test_a_cut_is_from_the_middle() -> None:
-    timeline = simulated("async", LAPTOP, replace(SMALL, new_tokens=100)).timeline
+    timeline = virtual("async", LAPTOP, replace(SMALL, new_tokens=100)).timeline
     batches = cut(timeline, steps=10).batches()
     assert batches == list(range(45, 55))
 
@@ -128,7 +164,8 @@ def test_every_series_runs_and_prints(
     }
     for key, value in quick.items():
         monkeypatch.setattr(experiments, key, value)
-    result = experiments.SERIES[name](loaded, SMALL)
+    new_tokens = 3 * TURN if name == "host-delay" else SMALL.new_tokens
+    result = experiments.SERIES[name](loaded, replace(SMALL, new_tokens=new_tokens))
     json.dumps(result)
     points = result["steps"] if name == "ladder" else result["points"]
     rows, *_ = series_tables.series_table(result).split("\n\n")

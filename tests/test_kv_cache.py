@@ -210,25 +210,56 @@ def test_the_cache_has_one_block_for_padding() -> None:
     assert one.kv_bytes == 2 * 2 * (4 * 4 * 2 * 5) * 4
 
 
-def test_what_is_written_is_gathered_in_the_order_of_the_block_table() -> None:
+LAYOUTS = pytest.mark.parametrize("heads_apart", [True, False])
+
+
+def test_heads_lie_apart_where_the_cpu_reads_them() -> None:
+    assert cache().heads_apart
+    assert not cache(device="meta").heads_apart
+    assert cache(device="meta").keys[0].is_contiguous()
+
+
+@LAYOUTS
+def test_what_is_written_is_gathered_in_the_order_of_the_block_table(
+    heads_apart: bool,
+) -> None:
     """Three tokens at the KV positions 4 (block 1), 11 (block 2) and 12 (padding)."""
-    one = cache()
-    key = torch.arange(30.0).view(3, 2, 5) + 1
+    one = cache(heads_apart=heads_apart, num_kv_heads=3)
+    key = torch.arange(45.0).view(3, 3, 5) + 1
     one.write(1, key, -key, one.cells(torch.tensor([4, 11, 12])))
-    keys, values = one.gather(1, one.pieces(torch.tensor([[2, 1], [0, 3]])))
-    assert keys.shape == values.shape == (2, 2, 8, 5)
-    assert keys[0, :, 3].equal(key[1])
-    assert keys[0, :, 4].equal(key[0])
-    assert keys[1, :, 4].equal(key[2])
+    for place, token in {(1, 0): 0, (2, 3): 1, (3, 0): 2}.items():
+        assert one.keys[1][place].equal(key[token])
+        assert one.values[1][place].equal(-key[token])
+    assert one.keys[1].count_nonzero() == 45
+    keys, values = one.gather(1, one.pieces(torch.tensor([[2, 1, 2], [0, 3, 0]])))
+    assert keys.shape == values.shape == (2, 3, 12, 5)
+    for row, column, token in ((0, 3, 1), (0, 4, 0), (0, 11, 1), (1, 4, 2)):
+        assert keys[row, :, column].equal(key[token])
     assert values.equal(-keys)
-    assert keys.count_nonzero() == 30
-    assert (
-        one.gather(0, one.pieces(torch.tensor([[0, 1, 2, 3]])))[0].count_nonzero() == 0
-    )
+    assert keys.count_nonzero() == 60
+    empty, _ = one.gather(0, one.pieces(torch.tensor([[0, 1, 2, 3]])))
+    assert empty.shape == (1, 3, 16, 5)
+    assert empty.count_nonzero() == 0
 
 
-def test_poison_spoils_the_named_blocks_in_every_layer_and_no_other() -> None:
+def test_gathering_as_much_again_takes_no_new_memory() -> None:
+    """Memory for twice as much is taken when what is there does not suffice."""
     one = cache()
+    places = []
+    for width in (2, 2, 4, 1, 5, 8, 9):
+        table = torch.arange(width).view(1, -1) % 3
+        keys, values = one.gather(0, one.pieces(table))
+        assert keys.untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
+        places.append((len(one._scratch[0]), one._scratch[0].shape[1]))
+        assert len(one._scratch[1]) == len(one._scratch[0])
+    assert places == [(8, 20)] * 4 + [(20, 20)] * 3
+
+
+@LAYOUTS
+def test_poison_spoils_the_named_blocks_in_every_layer_and_no_other(
+    heads_apart: bool,
+) -> None:
+    one = cache(heads_apart=heads_apart)
     one.poison([0, 2])
     for tensor in (*one.keys, *one.values):
         assert (tensor[[0, 2]] == 1e4).all()

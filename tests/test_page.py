@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbasync.devices.costs import ARTICLE, LAPTOP, CostModel, PhaseCost
+from cbasync.devices.costs import ARTICLE, LAPTOP, WAITS, CostModel, PhaseCost
 from cbasync.page import page_html, steady, write_page
 from cbasync.palette import PHASE_COLOURS
 from cbasync.simulate import SimulatedRun, simulate
@@ -164,7 +164,7 @@ def params_of(costs: CostModel, batch: int, depth: int, steps: int) -> Params:
         "batch": batch,
         "depth": depth,
         "steps": steps,
-        "costs": {"launch_us": costs.launch_us, "wake_us": costs.wake_us}
+        "costs": {name: getattr(costs, name) for name in WAITS}
         | {
             phase: {"fixed_us": c.fixed_us, "per_request_us": c.per_request_us}
             for phase, c in phases.items()
@@ -175,7 +175,7 @@ def params_of(costs: CostModel, batch: int, depth: int, steps: int) -> Params:
 def model_of(params: Params) -> CostModel:
     """The other way round."""
     costs = dict(params["costs"])
-    waits = {name: costs.pop(name) for name in ("launch_us", "wake_us")}
+    waits = {name: costs.pop(name) for name in WAITS}
     phases: dict[str, Any] = {phase: PhaseCost(**cost) for phase, cost in costs.items()}
     return CostModel("page", **phases, **waits)
 
@@ -202,9 +202,8 @@ def _random_case(draw: random.Random) -> Params:
         return PhaseCost(draw.choice([0.0, 50.0, 700.0 * draw.random()]), draw.random())
 
     phases: dict[str, Any] = {phase: cost() for phase in PHASES}
-    launch_us = draw.choice([0.0, 20.0])
-    wake_us = draw.choice([0.0, 90.0])
-    model = CostModel("random", **phases, launch_us=launch_us, wake_us=wake_us)
+    waits: dict[str, Any] = {n: draw.choice([0.0, 20.0, 90.0]) for n in WAITS}
+    model = CostModel("random", **phases, **waits)
     return params_of(model, draw.randint(1, 40), draw.randint(0, 3), draw.randint(1, 9))
 
 

@@ -11,6 +11,7 @@ from cbasync.timeline import Timeline
 from cbasync.trace import PHASES, Work
 
 HOST_PHASES = ("schedule", "prepare", "update")
+WAITS = ("launch_us", "return_us", "wake_us")  # the host's, in no phase
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class CostModel:
     d2h: PhaseCost = PhaseCost()
     update: PhaseCost = PhaseCost()
     launch_us: float = 0.0  # host time to put one op in a queue
+    return_us: float = 0.0  # until a launch of `compute` returns, which may run by then
     wake_us: float = 0.0  # until a host that slept for an event goes on
     note: str = ""  # where the numbers are from
 
@@ -86,13 +88,18 @@ class CostModel:
             PhaseCost(fixed_us=host_us * share[phase]) for phase in HOST_PHASES
         )
         return replace(
-            self, schedule=schedule, prepare=prepare, update=update, launch_us=0.0
+            self,
+            schedule=schedule,
+            prepare=prepare,
+            update=update,
+            launch_us=0.0,
+            return_us=0.0,
         )
 
     def host_us(self, work: Work) -> float:
         """Host time of one step: three phases and three launches."""
         phases = sum(self.duration_us(phase, work) for phase in HOST_PHASES)
-        return phases + 3 * self.launch_us
+        return phases + 3 * self.launch_us + self.return_us
 
     # ------------------------------------------------------------------ files
 

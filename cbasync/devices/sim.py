@@ -57,6 +57,8 @@ class SimStream(Stream):
             writes=access.writes() if tracks else (),
             after=device.implicit_order(self.queue),
         )
+        if access.phase == "compute":
+            machine.advance(device.costs.return_us)
         device.log(access, node.start_us, node.end_us)
 
     def _record(self, event: Event) -> None:
