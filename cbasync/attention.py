@@ -21,10 +21,9 @@ from cbasync.paged_ops import (
     grouped_attention,
     multiplied_attention,
 )
+from cbasync.varlen import MIN_PIECE, LongPieces, has_varlen
 
 NAME = "cbasync"
-
-_MIN_CHUNK = 64  # on a GPU a shorter piece of a prompt is computed row by row
 
 
 @dataclass
@@ -128,19 +127,20 @@ class Chunk:
 
 @dataclass
 class PagedRows:
-    """A batch as a GPU reads it: rows of one query token, and some long chunks.
+    """A batch as a GPU reads it: rows of one query token, and long pieces of prompts.
 
     Which cache cells a row sees is only said by arrays on the device. A batch without
-    chunks therefore runs the same kernels with the same arguments whatever its lengths,
-    and fits into a CUDA graph.
+    prompts therefore runs the same kernels with the same arguments whatever its
+    lengths, and fits into a CUDA graph.
     """
 
     cache: KVCache
     slot_mapping: Tensor  # [T] int64
-    seq_lens: Tensor  # [T] int32, 0: this token is part of a chunk, or padding
+    seq_lens: Tensor  # [T] int32, 0: this token is of a long piece, or padding
     block_table: Tensor  # [T, M] int32
     rows_are_requests: bool = True  # False: several rows may be of one prompt
-    chunks: tuple[Chunk, ...] = ()
+    pieces: tuple[LongPieces, ...] = ()  # computed together
+    chunks: tuple[Chunk, ...] = ()  # one by one, where there is no kernel for that
 
     @classmethod
     def of_mixed(
@@ -161,28 +161,38 @@ class PagedRows:
         assert shape.seq_lens is not None
         tokens = torch.arange(shape.num_tokens, device=positions.device)
         rows = torch.searchsorted(query_start_loc[1:], tokens, right=True)
-        is_long = query_start_loc.diff()[rows] >= _MIN_CHUNK
-        starts = accumulate(shape.query_lens, initial=0)
-        chunks = [
-            Chunk.of(cache, block_table[row : row + 1], start, length, stop)
-            for row, (start, length, stop) in enumerate(
-                zip(starts, shape.query_lens, shape.seq_lens, strict=False)
-            )
-            if length >= _MIN_CHUNK
-        ]
-        return cls(
+        is_long = query_start_loc.diff()[rows] >= MIN_PIECE
+        paged = cls(
             cache,
             slot_mapping,
             torch.where(is_long, 0, positions + 1),
             block_table.index_select(0, rows),
             rows_are_requests=False,
-            chunks=tuple(chunks),
         )
+        starts = accumulate(shape.query_lens, initial=0)
+        long = [
+            (row, start, length, stop)
+            for row, (start, length, stop) in enumerate(
+                zip(starts, shape.query_lens, shape.seq_lens, strict=False)
+            )
+            if length >= MIN_PIECE
+        ]
+        if long and has_varlen(cache):
+            lengths = [(length, stop) for *_, length, stop in long]
+            paged.pieces = LongPieces.of(
+                rows, query_start_loc, positions, block_table, cache.block_size, lengths
+            )
+        else:
+            paged.chunks = tuple(
+                Chunk.of(cache, block_table[row : row + 1], start, length, stop)
+                for row, start, length, stop in long
+            )
+        return paged
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
-        """Write K and V of all tokens, and compute those that are rows."""
+        """Write K and V of all tokens; compute those that are rows, and long pieces."""
         run = attend_rows_op if torch.compiler.is_compiling() else attend_rows
         out: Tensor = run(
             query,
@@ -196,6 +206,9 @@ class PagedRows:
             scale,
             self.rows_are_requests,
         )
+        for pieces in self.pieces:
+            keys, values = self.cache.keys[layer], self.cache.values[layer]
+            pieces.attend(query, keys, values, scale, out)
         return out
 
 

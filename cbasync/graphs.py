@@ -23,6 +23,9 @@ from cbasync.batch import BatchShape
 from cbasync.carry_over import CarryOver
 from cbasync.io_slot import SLOT_LETTERS, IOSlot
 
+# A driver can refuse memory in the middle of a capture and grant it to the next one.
+_TRIES = 2
+
 Compute = Callable[[BatchShape, IOSlot, IOSlot | None, CarryOver], None]
 
 
@@ -82,8 +85,13 @@ class DecodeGraphs:
         self.max_num_seqs = max_num_seqs
         self.graphs: dict[GraphKey, Captured] = {}
         self.num_replays = 0
-        self.is_broken = False
+        self.num_failed = 0
         self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether capturing has been given up."""
+        return self.num_failed == _TRIES
 
     def run(
         self,
@@ -139,13 +147,14 @@ class DecodeGraphs:
             with recording:
                 self.compute(shape, io_slot, previous, carry_over)
         except RuntimeError as error:
-            self.is_broken = True
+            self.num_failed += 1
             _restart(generator, seed, offset)
-            warnings.warn(
-                f"the graph for {key} could not be captured, decode batches without "
-                f"one go on kernel by kernel, more slowly: {error}",
-                stacklevel=2,
-            )
+            if self.is_broken:
+                warnings.warn(
+                    f"the graph for {key} could not be captured, decode batches "
+                    f"without one go on kernel by kernel, more slowly: {error}",
+                    stacklevel=2,
+                )
             return
         self.graphs[key] = Captured(graph, _addresses(io_slot, previous))
 

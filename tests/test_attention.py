@@ -87,7 +87,7 @@ def dense(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) ->
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = q @ k.mT * (scaling or 1 / math.sqrt(q.shape[-1]))
     length, stop = scores.shape[1:]
-    place = torch.arange(stop)
+    place = torch.arange(stop, device=query.device)
     hidden = place > place[stop - length :, None]
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return (weights @ v).transpose(0, 1)

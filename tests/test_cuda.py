@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from cbasync.config import EngineConfig
 from cbasync.devices import Access, CudaDevice, ThreadsDevice
+from cbasync.devices.cuda import granted
 from cbasync.fuse import (
     Merged,
     MergedAttention,
@@ -193,6 +194,25 @@ def test_spans_follow_each_other_over_a_long_run(
     # A moved anchor must neither make spans overlap nor tear them apart.
     for before, after in pairwise(spans):
         assert -2.0 < after.start_us - before.end_us < 1000.0
+
+
+def refusing(times: int, why: str) -> Callable[[], torch.Tensor]:
+    refusals = iter(range(times))
+
+    def allocate() -> torch.Tensor:
+        if next(refusals, None) is not None:
+            raise RuntimeError(f"CUDA error: {why}")
+        return torch.zeros(3)
+
+    return allocate
+
+
+def test_pinned_memory_refused_for_a_moment_is_asked_for_again() -> None:
+    assert granted(refusing(2, "invalid argument")).equal(torch.zeros(3))
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        granted(refusing(99, "invalid argument"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        granted(refusing(1, "out of memory"))
 
 
 @gpu

@@ -260,6 +260,26 @@ def test_a_failed_capture_is_told_and_the_run_goes_on(cuda_model: Any) -> None:
 
 
 @gpu
+def test_one_failed_capture_is_tried_again(cuda_model: Any) -> None:
+    engine = engine_with(cuda_model, small())
+    graphs = graphs_of(engine)
+    compute = graphs.compute
+    was_refused: list[bool] = []
+
+    def refused_once(*arguments: Any) -> None:
+        compute(*arguments)
+        if torch.cuda.is_current_stream_capturing() and not was_refused:
+            was_refused.append(True)
+            torch.cuda.current_stream().synchronize()
+
+    graphs.compute = refused_once
+    play(cuda_model, engine, JOBS)
+    assert was_refused
+    assert not graphs.is_broken
+    assert graphs.num_replays > 10
+
+
+@gpu
 def test_the_host_never_waits_inside_a_launch(cuda_model: Any) -> None:
     config = small(warm_up="all", max_num_batched_tokens=128, block_size=16)
     config = EngineConfig(**(vars(config) | {"max_model_len": 256}))

@@ -4,9 +4,9 @@
 #     tools/gpu_check.sh OUT [SHARDS]
 #
 # The tests may run in several processes side by side, since most of their time is
-# Python's. On some virtual machines the driver refuses pinned memory for a moment, with
-# "invalid argument", and gives it when asked again: more often with several processes,
-# so it is one by itself, and what failed has a second try, which is reported.
+# Python's. On some virtual machines the driver refuses memory for a moment, with "invalid
+# argument", and more often so with several processes: one by itself is the default, and
+# what failed has a second try, which is reported.
 # OUT gets a log a shard, the checkers' reports, and all of it in gpu-check.json.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

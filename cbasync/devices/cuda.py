@@ -15,6 +15,7 @@ from cbasync.timeline import Span, Timeline
 
 _MAX_DRAWS = 64  # PyTorch hands streams out from a pool of 32 a priority, in turn
 _MIN_TIMED = 16  # pairs of timing events that wait before the oldest is read
+_PINNED_TRIES = 5
 _ANCHOR_MS = 500.0  # farther from its anchor a float32 time loses its microseconds
 
 
@@ -63,6 +64,21 @@ class CudaStream(Stream):
     def _wait(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
         self.raw.wait_event(event.raw)
+
+
+def granted(allocate: Callable[[], Tensor]) -> Tensor:
+    """Pinned memory, asked for again if it is refused for the moment.
+
+    On virtual machines the driver now and then refuses it as an "invalid argument",
+    though nothing is wrong with the call: the next one, or the one after, is granted.
+    """
+    for _ in range(_PINNED_TRIES - 1):
+        try:
+            return allocate()
+        except RuntimeError as error:
+            if "invalid argument" not in str(error):
+                raise
+    return allocate()
 
 
 class CudaDevice(Device):
@@ -133,7 +149,9 @@ class CudaDevice(Device):
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=dtype, pin_memory=self.pinned)
+            return granted(
+                lambda: torch.zeros(shape, dtype=dtype, pin_memory=self.pinned)
+            )
 
     def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
