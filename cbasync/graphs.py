@@ -148,6 +148,7 @@ class DecodeGraphs:
                 self.compute(shape, io_slot, previous, carry_over)
         except RuntimeError as error:
             self.num_failed += 1
+            self._pool = torch.cuda.graph_pool_handle()  # the other one stays open
             _restart(generator, seed, offset)
             if self.is_broken:
                 warnings.warn(

@@ -5,6 +5,7 @@ The oracle runs one request at a time, without cache and without batching.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -303,3 +304,18 @@ def configs(draw: st.DrawFn) -> EngineConfig:
         prefix_caching=draw(st.booleans()),
         max_logprobs=3,
     )
+
+
+def dense_attention(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
+) -> Tensor:
+    """Causal attention of one request, every step of it in float64."""
+    q, k, v = (t.double().transpose(0, 1) for t in (query, keys, values))
+    group = len(q) // len(k)
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = q @ k.mT * (scaling or 1 / math.sqrt(q.shape[-1]))
+    length, stop = scores.shape[1:]
+    place = torch.arange(stop, device=query.device)
+    hidden = place > place[stop - length :, None]
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return (weights @ v).transpose(0, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
@@ -21,7 +20,7 @@ from cbasync.kv_cache import KVCache, blocks_for
 from cbasync.sampler import SamplerNeeds
 from cbasync.sampling import SamplingParams
 from cbasync.supported import check_supported
-from tests.oracle import Job, make_engine, play
+from tests.oracle import Job, dense_attention, make_engine, play
 from tests.test_models import GPT, SHAPE, random_model
 
 GARBAGE = 1e30  # huge, but finite also when a product of it is summed in float32
@@ -80,19 +79,6 @@ def cases(kind: str) -> st.SearchStrategy[Case]:
 CASES = st.sampled_from(sorted(ROWS)).flatmap(cases)
 
 
-def dense(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
-    """Causal attention of one request, every step of it in float64."""
-    q, k, v = (t.double().transpose(0, 1) for t in (query, keys, values))
-    group = len(q) // len(k)
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    scores = q @ k.mT * (scaling or 1 / math.sqrt(q.shape[-1]))
-    length, stop = scores.shape[1:]
-    place = torch.arange(stop, device=query.device)
-    hidden = place > place[stop - length :, None]
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return (weights @ v).transpose(0, 1)
-
-
 class Batch:
     """Random tensors of a case, a cache full of garbage, and shuffled blocks."""
 
@@ -123,7 +109,7 @@ class Batch:
 
     def dense(self) -> list[Tensor]:
         return [
-            dense(query, keys, values, self.case.scaling)
+            dense_attention(query, keys, values, self.case.scaling)
             for query, keys, values in zip(
                 self.queries, self.keys, self.values, strict=True
             )

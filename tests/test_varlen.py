@@ -19,7 +19,7 @@ from cbasync.batch import BatchShape
 from cbasync.kv_cache import KVCache, blocks_for
 from cbasync.sampler import SamplerNeeds
 from cbasync.varlen import MIN_PIECE
-from tests.test_attention import dense
+from tests.oracle import dense_attention
 
 LAYER = 1
 GARBAGE = 1e4
@@ -127,7 +127,7 @@ class Mixed:
     def check(self, paged: PagedRows) -> None:
         tolerance = TOLERANCE[self.cache.keys[0].dtype]
         rows = zip(self.queries, self.keys, self.values, strict=True)
-        want = torch.cat([dense(*row, None) for row in rows])
+        want = torch.cat([dense_attention(*row, None) for row in rows])
         torch.testing.assert_close(
             self.attend(paged).double(), want, rtol=tolerance, atol=tolerance
         )
