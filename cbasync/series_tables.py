@@ -47,13 +47,21 @@ def _ladder_rows(result: Result) -> list[Sequence[object]]:
 
 
 def _delay_rows(result: Result) -> list[Sequence[object]]:
-    head = ("ms", "sync s", "predicted", "async s", "predicted", "gain %", "predicted")
+    head = (
+        "ms",
+        "sync ms",
+        "predicted",
+        "async ms",
+        "predicted",
+        "gain %",
+        "predicted",
+    )
     rows: list[Sequence[object]] = [head]
     for p in result["points"]:
         times = [
             f"{p[mode][key]:.3f}"
             for mode in ("sync", "async")
-            for key in ("measured_s", "predicted_s")
+            for key in ("measured_step_ms", "predicted_step_ms")
         ]
         gains = [f"{100 * p[f'gain_{k}']:.2f}" for k in ("measured", "predicted")]
         rows.append((f"{p['delay_ms']:g}", *times, *gains))

@@ -360,13 +360,12 @@ def test_kernels_are_busy_for_less_time_than_batches() -> None:
 
 
 def test_the_host_is_the_main_cause_on_a_gpu() -> None:
-    shares, host_ms = {}, {}
+    shares, waits_us = {}, {}
     for kind in ("eager", "compile"):
         run = load_timeline(DATA / "traces" / f"published-{kind}-sync.json.gz")
         causes = run.idle_by_cause()
         assert max(causes, key=lambda cause: causes[cause]) == "host"
         shares[kind] = round(1 - run.gpu_active, 2)
-        recorded = json.loads((DATA / "results" / f"published-{kind}.json").read_text())
-        host_ms[kind] = sum(recorded["sync"]["host_ms_per_step"].values())
-    assert shares == {"eager": 0.11, "compile": 0.08}
-    assert host_ms["compile"] < host_ms["eager"] / 2
+        waits_us[kind] = run.idle_us / (len(run.batches()) - 1)
+    assert shares == {"eager": 0.06, "compile": 0.08}
+    assert waits_us["compile"] == pytest.approx(waits_us["eager"], rel=0.1)

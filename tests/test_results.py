@@ -55,6 +55,36 @@ def test_host_work_is_small_and_does_not_grow_with_context() -> None:
     assert host_ms["32@8000"] < 1.2 * host_ms["32@100"]
 
 
+def test_the_prediction_is_as_close_as_the_readme_says() -> None:
+    recorded = result("data/results/host-delay.json")
+    worst = recorded["largest_error"]
+    assert f"within {100 * worst:.1f} %," in README
+    assert worst < 0.02
+    assert [point["delay_ms"] for point in recorded["points"]] == [0, 1, 2, 4, 6, 8, 12]
+
+
+def test_on_a_gpu_nothing_failed_and_edges_are_missed_where_they_are_dropped() -> None:
+    """Leases guard what the host does with blocks: no checker of kernels sees that."""
+    recorded = result("data/results/gpu-check.json")
+    assert recorded["failed_once"] == recorded["failed_twice"] == []
+    assert recorded["tests"]["passed"] > 800
+    reports = {
+        edge: found["reports"] > 0
+        for edge, found in recorded["torch_sanitizer"].items()
+    }
+    assert reports == {
+        "none": False,
+        "block_lease": False,
+        "compute_done": True,
+        "compute_order": True,
+        "h2d_done": True,
+        "slot_reuse": True,
+    }
+    for verdicts in recorded["compute_sanitizer"].values():
+        assert verdicts
+        assert all(verdict.startswith("0 ") for verdict in verdicts)
+
+
 def names_in(table: str) -> set[str]:
     """File names in back quotes; one in braces stands for each of its choices."""
     names = set()

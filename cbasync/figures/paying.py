@@ -91,14 +91,14 @@ def published_machine() -> Machine:
 
 
 def delayed_machines(delays: dict[str, Any]) -> list[Machine]:
-    """An H200 with host time added to each step, from a `host-delay` file.
+    """An H200 with host time added to its steps, from a `host-delay` file.
 
-    Where they lie follows from the runs without added time and from what was added.
+    Where they lie follows from the steps without added time and from what was added.
     """
-    steps = delays["setting"]["new_tokens"] - 1  # the first token starts the clock
     first = delays["points"][0]
-    times_ms = (1000 * first[mode]["measured_s"] / steps for mode in ("sync", "async"))
-    still = Machine.of_steps("+0", *times_ms)
+    still = Machine.of_steps(
+        "+0", *(first[mode]["measured_step_ms"] for mode in ("sync", "async"))
+    )
     return [
         Machine(
             f"+{point['delay_ms']:g}",

@@ -18,6 +18,7 @@ from cbasync.devices.sim import SimDevice
 from cbasync.engine import AsyncEngine
 from cbasync.explore import PRESETS, explore
 from cbasync.figures.parts import WIDTH, picture_svg, rect_svg, words_svg
+from cbasync.figures.paying import result
 from cbasync.palette import (
     IDLE_GROUND,
     INK,
@@ -272,12 +273,12 @@ def memory_svg(used: Mapping[str, int], small: Mapping[str, int] | None = None) 
     return picture_svg(top + 10, parts)
 
 
-# GPU memory in use, from data/results/published-eager.json.
-USED_BYTES = {"one slot": 51_823_575_040, "two slots": 51_894_878_208}
-
-
 def _memory() -> str:
-    return memory_svg(USED_BYTES)
+    measured = result("published-eager")
+    modes = {"one slot": "sync", "two slots": "async"}
+    return memory_svg(
+        {name: measured[mode]["memory_used_bytes"] for name, mode in modes.items()}
+    )
 
 
 FIGURES: dict[str, Callable[[], str]] = {
