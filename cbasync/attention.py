@@ -21,7 +21,7 @@ from cbasync.paged_ops import (
     grouped_attention,
     multiplied_attention,
 )
-from cbasync.varlen import MIN_PIECE, LongPieces, has_varlen
+from cbasync.varlen import MIN_CHUNK, LongChunks, has_varlen
 
 NAME = "cbasync"
 
@@ -127,7 +127,7 @@ class Chunk:
 
 @dataclass
 class PagedRows:
-    """A batch as a GPU reads it: rows of one query token, and long pieces of prompts.
+    """A batch as a GPU reads it: rows of one query token, and long chunks of prompts.
 
     Which cache cells a row sees is only said by arrays on the device. A batch without
     prompts therefore runs the same kernels with the same arguments whatever its
@@ -136,10 +136,10 @@ class PagedRows:
 
     cache: KVCache
     slot_mapping: Tensor  # [T] int64
-    seq_lens: Tensor  # [T] int32, 0: this token is of a long piece, or padding
+    seq_lens: Tensor  # [T] int32, 0: this token is of a long chunk, or padding
     block_table: Tensor  # [T, M] int32
     rows_are_requests: bool = True  # False: several rows may be of one prompt
-    pieces: tuple[LongPieces, ...] = ()  # computed together
+    long_chunks: tuple[LongChunks, ...] = ()  # computed together
     chunks: tuple[Chunk, ...] = ()  # one by one, where there is no kernel for that
 
     @classmethod
@@ -152,7 +152,7 @@ class PagedRows:
         query_start_loc: Tensor,  # [R + 1] int32
         block_table: Tensor,  # [R, M] int32
     ) -> PagedRows:
-        """A batch with prompts: short pieces of them become rows, too.
+        """A batch with prompts: short chunks of them become rows, too.
 
         No array is made from numbers of the host: such a copy would hold the host up
         until the GPU has finished the batch before.
@@ -161,7 +161,7 @@ class PagedRows:
         assert shape.seq_lens is not None
         tokens = torch.arange(shape.num_tokens, device=positions.device)
         rows = torch.searchsorted(query_start_loc[1:], tokens, right=True)
-        is_long = query_start_loc.diff()[rows] >= MIN_PIECE
+        is_long = query_start_loc.diff()[rows] >= MIN_CHUNK
         paged = cls(
             cache,
             slot_mapping,
@@ -175,11 +175,11 @@ class PagedRows:
             for row, (start, length, stop) in enumerate(
                 zip(starts, shape.query_lens, shape.seq_lens, strict=False)
             )
-            if length >= MIN_PIECE
+            if length >= MIN_CHUNK
         ]
         if long and has_varlen(cache):
             lengths = [(length, stop) for *_, length, stop in long]
-            paged.pieces = LongPieces.of(
+            paged.long_chunks = LongChunks.of(
                 rows, query_start_loc, positions, block_table, cache.block_size, lengths
             )
         else:
@@ -192,7 +192,7 @@ class PagedRows:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
-        """Write K and V of all tokens; compute those that are rows, and long pieces."""
+        """Write K and V of all tokens; compute those that are rows, and long chunks."""
         run = attend_rows_op if torch.compiler.is_compiling() else attend_rows
         out: Tensor = run(
             query,
@@ -206,9 +206,9 @@ class PagedRows:
             scale,
             self.rows_are_requests,
         )
-        for pieces in self.pieces:
+        for chunks in self.long_chunks:
             keys, values = self.cache.keys[layer], self.cache.values[layer]
-            pieces.attend(query, keys, values, scale, out)
+            chunks.attend(query, keys, values, scale, out)
         return out
 
 

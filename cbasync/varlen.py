@@ -1,8 +1,8 @@
-"""Long pieces of prompts on a GPU: all of a batch in one call of varlen attention.
+"""Long chunks of prompts on a GPU: all of a batch in one call of varlen attention.
 
 Queries and keys of several requests lie one after the other, without padding; two
 arrays say where each request begins. PyTorch's variable-length attention reads exactly
-that, and lines the last query of a request up with its last key. So the later piece of
+that, and lines the last query of a request up with its last key. So a later chunk of
 a prompt needs no mask either.
 """
 
@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 
 from cbasync.kv_cache import KVCache
 
-MIN_PIECE = 64  # a shorter piece of a prompt is computed row by row
-MAX_KEYS = 1 << 15  # that are copied together, unless a single piece sees more
+MIN_CHUNK = 64  # a shorter chunk is computed row by row
+MAX_KEYS = 1 << 15  # that are copied together, unless a single chunk sees more
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_SIZE = 256
@@ -47,8 +47,8 @@ def has_varlen(cache: KVCache) -> bool:
 
 
 @dataclass
-class LongPieces:
-    """The long pieces of a batch, for every layer of one forward pass."""
+class LongChunks:
+    """The long chunks of a batch, for every layer of one forward pass."""
 
     tokens: Tensor  # [Q] int64   their places in the flat batch
     cells: Tensor  # [K] int64   where the cache holds all that they see
@@ -67,15 +67,15 @@ class LongPieces:
         block_size: int,
         lengths: Sequence[
             tuple[int, int]
-        ],  # of each long piece: its own, and to its end
-    ) -> tuple[LongPieces, ...]:
-        """The long pieces, as many at once as memory for their keys allows.
+        ],  # of each long chunk: its own, and to its end
+    ) -> tuple[LongChunks, ...]:
+        """The long chunks, as many at once as memory for their keys allows.
 
         Arrays are made on the device and only their sizes are known to the host: a copy
         from there would hold it up until the GPU has finished the batch before.
         """
         query_lens = query_start_loc.diff()
-        is_long = query_lens >= MIN_PIECE
+        is_long = query_lens >= MIN_CHUNK
         tokens = _first_true(is_long[rows], sum(length for length, _ in lengths))
         requests = _first_true(is_long, len(lengths))
         seq_lens = positions[query_start_loc[1:][requests] - 1] + 1
@@ -84,9 +84,9 @@ class LongPieces:
             num_queries, num_keys = map(sum, zip(*lengths[group], strict=True))
             key_start_loc = _starts(seq_lens[group])
             ordinal = torch.arange(group.stop - group.start, device=rows.device)
-            piece = ordinal.repeat_interleave(seq_lens[group], output_size=num_keys)
-            place = torch.arange(num_keys, device=rows.device) - key_start_loc[piece]
-            blocks = block_table[requests[group][piece], place // block_size]
+            chunk = ordinal.repeat_interleave(seq_lens[group], output_size=num_keys)
+            place = torch.arange(num_keys, device=rows.device) - key_start_loc[chunk]
+            blocks = block_table[requests[group][chunk], place // block_size]
             found.append(
                 cls(
                     tokens=tokens[token : token + num_queries],
@@ -125,7 +125,7 @@ class LongPieces:
 
 
 def _groups(lengths: Sequence[tuple[int, int]]) -> Iterator[slice]:
-    """Neighbours that have at most `MAX_KEYS` keys together, or are one piece.
+    """Neighbours that have at most `MAX_KEYS` keys together, or are one chunk.
 
     >>> list(_groups([(64, 20_000), (64, 12_000), (64, 1_000), (64, 50_000)]))
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
@@ -140,7 +140,7 @@ def _groups(lengths: Sequence[tuple[int, int]]) -> Iterator[slice]:
 
 
 def _starts(lengths: Tensor) -> Tensor:
-    """Where each of several pieces begins, and where the last one ends.
+    """Where each of several chunks begins, and where the last one ends.
 
     >>> _starts(torch.tensor([3, 1]))
     tensor([0, 3, 4], dtype=torch.int32)

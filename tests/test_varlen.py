@@ -18,7 +18,7 @@ from cbasync.attention import PagedRows, paged_attention
 from cbasync.batch import BatchShape
 from cbasync.kv_cache import KVCache, blocks_for
 from cbasync.sampler import SamplerNeeds
-from cbasync.varlen import MIN_PIECE
+from cbasync.varlen import MIN_CHUNK
 from tests.oracle import dense_attention
 
 LAYER = 1
@@ -29,7 +29,7 @@ Rows = list[tuple[int, int]]  # tokens in the cache before the batch, and in the
 
 
 class Mixed:
-    """A batch of decodes, short and long pieces; its cache holds what came before."""
+    """A batch of decodes, short and long chunks; its cache holds what came before."""
 
     def __init__(
         self,
@@ -134,15 +134,15 @@ class Mixed:
 
 
 def reference_varlen(*arguments: Any, **options: Any) -> Tensor:
-    """What PyTorch's kernel computes, piece by piece, for devices it does not have."""
+    """What PyTorch's kernel computes, chunk by chunk, for devices it does not have."""
     call = inspect.signature(varlen_attn).bind(*arguments, **options).arguments
     assert call["window_size"] == (-1, 0)
     starts, key_starts = (call[name].tolist() for name in ("cu_seq_q", "cu_seq_k"))
     assert call["max_q"] == max(b - a for a, b in pairwise(starts))
     out = torch.empty_like(call["query"])
-    for piece in range(len(starts) - 1):
-        mine = slice(*starts[piece : piece + 2])
-        theirs = slice(*key_starts[piece : piece + 2])
+    for chunk in range(len(starts) - 1):
+        mine = slice(*starts[chunk : chunk + 2])
+        theirs = slice(*key_starts[chunk : chunk + 2])
         q, k, v = (
             call[name][part].transpose(0, 1)
             for name, part in (("query", mine), ("key", theirs), ("value", theirs))
@@ -166,19 +166,19 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MIXED: Rows = [(5, 1), (0, 64), (100, 1), (64, 63), (200, 65), (0, 2), (16, 300)]
-LENGTHS = st.sampled_from([1, 2, MIN_PIECE - 1, MIN_PIECE, MIN_PIECE + 1, 130])
+LENGTHS = st.sampled_from([1, 2, MIN_CHUNK - 1, MIN_CHUNK, MIN_CHUNK + 1, 130])
 ROWS = st.lists(st.tuples(st.integers(0, 90), LENGTHS), min_size=1, max_size=5)
 
 
 @pytest.mark.usefixtures("on_a_cpu")
-def test_long_pieces_are_computed_together() -> None:
+def test_long_chunks_are_computed_together() -> None:
     batch = Mixed(MIXED)
     paged = batch.paged()
-    (pieces,) = paged.pieces
+    (chunks,) = paged.long_chunks
     assert not paged.chunks
-    assert pieces.query_start_loc.tolist() == [0, 64, 129, 429]
-    assert pieces.key_start_loc.tolist() == [0, 64, 329, 645]
-    assert (pieces.max_query_len, pieces.max_seq_len) == (300, 316)
+    assert chunks.query_start_loc.tolist() == [0, 64, 129, 429]
+    assert chunks.key_start_loc.tolist() == [0, 64, 329, 645]
+    assert (chunks.max_query_len, chunks.max_seq_len) == (300, 316)
     batch.check(paged)
 
 
@@ -189,14 +189,14 @@ def test_no_more_keys_are_copied_at_once_than_agreed(
     monkeypatch.setattr(varlen, "MAX_KEYS", 330)
     batch = Mixed(MIXED)
     paged = batch.paged()
-    assert [len(pieces.cells) for pieces in paged.pieces] == [329, 316]
+    assert [len(chunks.cells) for chunks in paged.long_chunks] == [329, 316]
     batch.check(paged)
 
 
 def test_without_the_kernel_they_are_computed_one_by_one() -> None:
     batch = Mixed(MIXED)
     paged = batch.paged()
-    assert not paged.pieces
+    assert not paged.long_chunks
     assert [chunk.length for chunk in paged.chunks] == [64, 65, 300]
     batch.check(paged)
 
@@ -228,7 +228,7 @@ def test_the_kernel_equals_dense_attention(
     shape = {"heads": heads, "kv_heads": kv_heads, "size": size}
     batch = Mixed(MIXED, dtype=dtype, device="cuda", **shape)
     paged = batch.paged()
-    assert len(paged.pieces) == 1
+    assert len(paged.long_chunks) == 1
     batch.check(paged)
 
 
