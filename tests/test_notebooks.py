@@ -41,7 +41,7 @@ INTRODUCES: dict[str, set[str]] = {
     "08": {"step_table"},
     "09": {"carry_over", "graphs"},
     "10": {"timeline_diff", "serving"},
-    "12": {"experiments", "gpu_bench"},
+    "12": {"gpu_bench", "host_delay"},
 }
 FREE = {"11"}
 

@@ -10,7 +10,11 @@ from cbasync.checks.case import Case, check
 def gain(function: Callable[[float, float, float], float]) -> None:
     """12: the share of the time saved, from the times of host, GPU and both copies."""
     cases = [
-        Case((1, 9, 0), 0.1, "Of what do you give the share, and is it a share?"),
+        Case(
+            (1, 9, 0),
+            0.1,
+            "Is it the part saved, between 0 and 1, and not the part left?",
+        ),
         Case((9, 1, 0), 0.1, "Who sets the pace here?"),
         Case(
             (5, 5, 0), 0.5, "Both need equally long. How long is a step of each kind?"
@@ -20,7 +24,7 @@ def gain(function: Callable[[float, float, float], float]) -> None:
         Case(
             (4, 4, 4),
             0.5,
-            "Two batches go round, in 12 ms each. How often does one arrive?",
+            "Two batches go round, in 12 ms each: one arrives every 6 ms.",
         ),
         Case((1, 6, 1), 0.25, "Are the copies the reason why this step takes so long?"),
         Case((6, 2, 2), 0.4, "The host never waits here. What does?"),
@@ -33,7 +37,11 @@ def gain_with_stops(function: Callable[[float, float, int, int], float]) -> None
     """12: the share saved if each answer ends, unforeseen, after so many tokens."""
     cases = [
         Case((1, 9, 10, 0), 0.0, "At depth 0, what differs from taking turns?"),
-        Case((5, 5, 1, 1), 0.0, "In how many batches has an answer of 1 token a row?"),
+        Case(
+            (5, 5, 1, 1),
+            0.0,
+            "In how many batches does an answer of 1 token hold its row?",
+        ),
         Case((1, 9, 10, 1), 0.01, "Which run has the row more: both, or one of them?"),
         Case((9, 1, 10, 1), 0.01, "Who sets the pace here?"),
         Case((1, 9, 3, 1), -0.2, "Can running ahead take longer than taking turns?"),
