@@ -154,6 +154,7 @@ class _Page:
         kept = batches[first_batch : first_batch + max_batches]
         self.cut = ""
         spans: Iterable[Span] = timeline.spans
+        gaps: Iterable[IdleGap] = timeline.idle_gaps()
         if len(kept) < len(batches):
             first, last = (kept[0], kept[-1]) if kept else (0, 0)
             self.cut = (
@@ -162,6 +163,8 @@ class _Page:
             )
             keep = set(kept)
             spans = [span for span in spans if span.batch in keep]
+            # The GPU waits for a batch: the one after the last drawn is not there.
+            gaps = [gap for gap in gaps if gap.batch in keep]
         spans = sorted(spans, key=lambda span: (span.start_us, span.end_us))
         if len(spans) > MAX_BARS:
             self.cut = (
@@ -174,7 +177,7 @@ class _Page:
         self.end_ms = (self.end_us - self.origin_us) / 1000
         self.gaps = [
             gap
-            for gap in timeline.idle_gaps()
+            for gap in gaps
             if gap.end_us > self.origin_us and gap.start_us < self.end_us
         ]
         self.where: dict[Point, Span] = {

@@ -273,6 +273,13 @@ def test_window_of_a_long_run_starts_where_it_is_asked_to() -> None:
     assert traces(spec)["GPU idle"]["x"] == [3, 1, 1, 2, 3, 1, 1, 2]
 
 
+def test_no_idle_time_is_drawn_behind_the_last_batch_of_a_cut_run() -> None:
+    spec = traces(timeline_spec(in_turns(1000), max_batches=3))
+    idle, compute = spec["GPU idle"], spec["compute"]
+    assert len(idle["base"]) == 2 * 4
+    assert max(idle["base"]) < max(compute["base"])
+
+
 def test_trace_without_batches_is_cut_by_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cbasync.paper.MAX_BARS", 10)
     spans = [Span("compute", "compute", -1, -1, 2 * n, 2 * n + 1) for n in range(50)]
