@@ -23,6 +23,7 @@ import pytest
 from cbasync.__main__ import main
 from cbasync.grading import Limits, cells, grade, practice
 from cbasync.grading import command as command_module
+from cbasync.grading import release as release_module
 from cbasync.grading.command import declare
 from cbasync.grading.course import keep_solution, only_verdicts, write_course
 from cbasync.grading.release import release
@@ -249,7 +250,19 @@ def by_pytest(number: str, name: str, gradebook: Path) -> list[Grade]:
 def test_pytest_agrees_on_one(tmp_path: Path) -> None:
     name = sorted(practice.expected_points(ASSIGNMENTS["a1"]))[0]
     (graded,) = by_pytest("a1", name, tmp_path / "grades.json")
-    assert graded.points == known_grade("a1", name).points
+    assert verdicts(graded) == verdicts(known_grade("a1", name))
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [("a1", "forgets_at_release"), ("a2", "first_come")]
+)
+def test_a_message_does_not_tell_the_seed(number: str, name: str) -> None:
+    seed = 47114711
+    plan = grade.Plan((number,), seed=seed, limits=QUICK)
+    (graded,) = grade.grade_submission(source_folder(number, name), plan)
+    messages = "\n".join(item.message for item in graded.items)
+    assert graded.points < 100
+    assert "4711" not in messages
 
 
 @pytest.mark.slow
@@ -371,7 +384,7 @@ def leaks(folder: Path) -> list[str]:
     secrets = set().union(*map(solution_pairs, ALL))
     words = (
         *("grade_item(", "test_hidden", "### BEGIN", "### END"),
-        *("tests.assignments", "tests/assignments"),
+        *("tests.assignments", "tests/assignments", ".hidden /"),
     )
     names = {"test_hidden.py", "expected.json", "reference", "wrong"}
     found = []
@@ -464,6 +477,70 @@ def test_visible_tests_pass_on_references_and_fail_on_starters(
         shutil.copy(reference, folder / assignment.topic)
     run = run_in(folder, *command)
     assert run.returncode == pytest.ExitCode.OK, run.stdout[-2000:]
+
+
+def test_tests_of_the_student_version_need_nothing_hidden(released: Path) -> None:
+    """Each can be imported there: what it reads at its top is handed out."""
+    names = sorted(path.stem for path in (released / "tests").glob("test_*.py"))
+    assert "test_assignment_contents" not in names
+    assert "test_engine" in names
+    run = run_in(released, "--collect-only", "tests")
+    assert run.returncode == pytest.ExitCode.OK, run.stdout[-2000:]
+
+
+def test_the_student_version_promises_nothing_that_it_lacks(released: Path) -> None:
+    readme = (released / "README.md").read_text()
+    assert "assignments grade" in (ROOT / "README.md").read_text()
+    assert "Teach with it" not in readme
+    assert "assignments grade" not in readme
+    assert "\n\n## Contribute\n" in readme
+    with pytest.raises(ValueError, match="no section 'Nothing'"):
+        release_module.without_section(readme, "Nothing")
+
+
+def small_checkout(folder: Path) -> set[str]:
+    """A few files by the names of ours; those that belong to a checkout."""
+    known = {
+        *("pyproject.toml", "README.md", "cbasync/engine.py", "data/run.json.gz"),
+        *("notebooks/00_setup.ipynb", "notebooks/assignments/a1_x/a1_x.ipynb"),
+    }
+    left_behind = {
+        *("notebooks/out.ipynb", "notebooks/assignments/a1_x/a1_x-Copy1.ipynb"),
+        *("notebooks/.ipynb_checkpoints/00_setup.ipynb", "cbasync/run.log"),
+        *("cbasync/__pycache__/engine.py", "cbasync/x.egg-info/top_level.txt"),
+    }
+    for name in known | left_behind:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return known
+
+
+def git(folder: Path, *arguments: str) -> None:
+    command = ["git", "-C", str(folder), *arguments]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("where", ["repository", "copy", "copy in a repository"])
+def test_only_files_of_the_checkout_are_copied(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = small_checkout(tmp_path)
+    if where != "copy":
+        git(tmp_path, "init", "--quiet")
+    if where == "repository":
+        git(tmp_path, "add", *sorted(known))
+    monkeypatch.setattr(release_module, "ROOT", tmp_path)
+    assert set(release_module.known_files()) == known
+
+
+def test_without_git_the_same_files_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_git = set(release_module.known_files())
+
+    def no_git(*command: object, **options: object) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", no_git)
+    assert by_git <= set(release_module.known_files())
 
 
 def test_release_refuses_a_full_folder_and_the_checkout(tmp_path: Path) -> None:

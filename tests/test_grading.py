@@ -98,7 +98,17 @@ FAULTS: dict[str, tuple[str, type[SubmissionFault], str]] = {
     "raises": ("def f(): return 1 / 0", StudentError, "ZeroDivisionError: division by"),
     "starter": ("def f(): raise NotImplementedError", NotWritten, "not written yet"),
     "no name": ("", NotThere, "module.py has no f"),
-    "syntax": ("def f(:", StudentError, "SyntaxError"),
+    "syntax": ("def f(:", StudentError, "invalid syntax (module.py, line 1: def f(:)"),
+    "notebook's line": (
+        "%%writefile module.py\ndef f(): return 1",
+        StudentError,
+        "%%writefile module.py; remove the first line, it belongs to the notebook)",
+    ),
+    "notebook's command": (
+        "def f(): return 1\n!pip list",
+        StudentError,
+        "line 2: !pip list; remove this line, it belongs to the notebook)",
+    ),
     "numpy": ("import numpy", StudentError, "has the standard library only"),
     "set": ("def f(): return {1}", BadValue, "gave a set back"),
     "object": ("def f(): return f", BadValue, "gave a function back"),
@@ -368,7 +378,8 @@ def test_an_item_gives_all_points_or_none_and_says_why(folder: Path) -> None:
 
     def right(submission: Submission, seed: int) -> None:
         submission.metrics["idle"] = 0.5
-        assert submission.call("f", seed) == 8
+        assert seed == rubric.seed_of(Assignment("a0_x", "module"), 7)
+        assert submission.call("f", seed) == seed + 1
 
     def wrong(submission: Submission) -> None:
         submission.metrics["idle"] = 0.1
@@ -383,6 +394,46 @@ def test_an_item_gives_all_points_or_none_and_says_why(folder: Path) -> None:
     assert failed.message == "f(1)\n  expected 3\n  got 2\nwith a note"
     assert failed.printed == "passed\n"
     assert not failed.checker_failed
+
+
+MISSING = {
+    "no file": (None, "no file module.py was handed in"),
+    "syntax": ("def f(:", "SyntaxError: invalid syntax (module.py, line 1: def f(:)"),
+    "import": ("import there_is_none", "ModuleNotFoundError: "),
+    "ends": ("raise SystemExit", "ended itself with exit code 0 in the module"),
+    "no name": ("", "module.py has no f"),
+    "starter": ("def f(x): raise NotImplementedError", "f() is not written yet"),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_where_nothing_can_be_run_no_workload_is_shown(name: str, folder: Path) -> None:
+    code, words = MISSING[name]
+    if code is not None:
+        (folder / "module.py").write_text(code)
+
+    def item(submission: Submission) -> None:
+        for number in (1, 2):
+            try:
+                submission.call("f", number)
+            except SubmissionFault as fault:
+                fault.add_note("a hidden workload")
+                raise
+
+    message = result_of(item, folder).message
+    assert message.startswith(words)
+    assert "hidden" not in message
+    (folder / "module.py").write_text("def f(x): return 1 / (x - 2)")
+    assert "ZeroDivisionError" in result_of(item, folder).message
+    assert result_of(item, folder).message.endswith("\na hidden workload")
+
+
+def test_items_get_a_number_that_does_not_tell_the_seed() -> None:
+    assignments = list(rubric.ASSIGNMENTS.values())
+    given = {rubric.seed_of(a, seed) for a in assignments for seed in range(100)}
+    assert len(given) > 490  # of 500; a few may meet by chance
+    assert all(0 <= number < 10**6 for number in given)
+    assert not given & set(range(100))
 
 
 def test_a_mistake_of_the_checker_is_no_point_and_is_told_to_the_teacher(

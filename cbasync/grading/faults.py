@@ -44,6 +44,9 @@ class StudentError(SubmissionFault):
         hint = ""
         if kind == "ModuleNotFoundError":
             hint = "; a submission has the standard library only"
+        elif kind == "SyntaxError" and text.startswith(("%", "!")):
+            what = "the first line" if line == 1 else "this line"
+            hint = f"; remove {what}, it belongs to the notebook"
         super().__init__(f"{kind}: {message} ({where}{hint})")
         self.kind = kind  # the exception's class, as a name
         self.message = message

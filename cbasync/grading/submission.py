@@ -89,6 +89,7 @@ class Submission:
         self.limits = limits
         self.metrics: dict[str, float] = {}  # what an item wants on the leaderboard
         self.asked = False  # an item that never asks proves nothing
+        self.loaded = False  # whether the module is there and could be imported
         self._source = Path(folder) / f"{module}.py"
         self._ended: SubmissionFault | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -116,6 +117,7 @@ class Submission:
         if self._process is None:
             self._start()
             self._exchange("the module, while it was loaded", ["load"])
+            self.loaded = True
         return self._exchange(where, list(call))
 
     @property

@@ -219,7 +219,10 @@ class Desk:
             error.__traceback__ = None  # the frames hold what filled the memory
             return "memory", None
         except BaseException as error:
-            words = [type(error).__name__, str(error)[:500]]
+            message = str(error)
+            if isinstance(error, SyntaxError) and error.filename == self.path:
+                message = error.msg  # without the place, which follows
+            words = [type(error).__name__, message[:500]]
             return "raised", [*words, *self.line_of(error)]
 
     def _work(self, kind: str, *rest: Any) -> Answer:

@@ -24,6 +24,7 @@ from cbasync.grading.rubric import (
     judge,
     load_items,
     points_of,
+    seed_of,
     watchdog,
 )
 from cbasync.grading.submission import Limits, Submission
@@ -69,8 +70,8 @@ def assignment_of(item: pytest.Item) -> Assignment:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """Of the hidden workloads."""
-    return int(request.config.getoption("--seed"))
+    """Of the assignment's hidden workloads."""
+    return seed_of(assignment_of(request.node), request.config.getoption("--seed"))
 
 
 @pytest.fixture
