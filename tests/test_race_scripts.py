@@ -122,6 +122,8 @@ def test_fault_that_cannot_be_planted_is_refused() -> None:
          True),
         ([COPY, record("h2d", "e"), synchronize("e"), COMPUTE], True),
         ([COPY, record("h2d", "e"), COMPUTE, synchronize("e")], False),
+        ([COPY, record("h2d", "e"), wait("d2h", "e"), record("d2h", "f"),
+          synchronize("f"), COMPUTE], True),
     ],
 )  # fmt: skip
 def test_order_follows_queues_launches_and_events(
@@ -205,6 +207,16 @@ def test_reference_passes_every_check(
     check(reference, seed)
 
 
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_record_stands_for_waits_with_any_seed(seed: int) -> None:
+    """Scripts at random seldom tell: one that does is in both checks."""
+    forgets = load(A3.hidden / "wrong" / "record_forgets_waits" / A3.file)
+    with pytest.raises(AssertionError, match="Which chain of queues"):
+        race_checks.events(forgets, seed)
+    with pytest.raises(AssertionError, match="Does an event already order these"):
+        race_checks.any_script(forgets, seed)
+
+
 class Forgetful:
     """The reference with one function replaced."""
 
@@ -243,6 +255,13 @@ def test_rubric_of_the_notebook_is_that_of_the_tests() -> None:
     items = load_items(A3)
     assert rows == [(str(item.points), item.words) for item in items]
     assert sum(item.points for item in items) == 100
+
+
+def test_links_of_the_notebook_exist() -> None:
+    text = (A3.folder / f"{A3.topic}.ipynb").read_text()
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
+    assert len(links) >= 2
+    assert [link for link in links if not (A3.folder / link).exists()] == []
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from cbasync.checks.race_faults import (
     FAULTS,
+    WAIT_RECORDED,
     a_pipeline,
     faulty_scripts,
     random_script,
@@ -93,7 +94,7 @@ def queues(finder: RaceFinder, seed: int) -> None:
 def events(finder: RaceFinder, seed: int) -> None:
     """Order by records, waits and synchronizes too."""
     rng = generator("events", seed)
-    cases = [*random_scripts(rng, 48), a_pipeline(rng, 3).script()]
+    cases = [*random_scripts(rng, 48), a_pipeline(rng, 3).script(), WAIT_RECORDED]
     _judge("comes_before with events", cases, partial(_order, finder))
 
 
@@ -140,7 +141,7 @@ def misplaced_lines(finder: RaceFinder, seed: int) -> None:
 def any_script(finder: RaceFinder, seed: int) -> None:
     """Scripts without a plan, with any number of races."""
     rng = generator("any", seed)
-    cases = random_scripts(rng, 80)
+    cases = [*random_scripts(rng, 80), WAIT_RECORDED]
     _judge("missing_edge, any script", cases, partial(_edge, finder))
 
 

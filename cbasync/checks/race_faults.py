@@ -22,6 +22,17 @@ from cbasync.checks.race_scripts import (
 SHARED = ("ids", "device_ids", "tokens")
 FAULTS = ("removed", "early record", "early wait", "wrong stream", "wrong event")
 
+# No race: a record stands for the waits above it, too, without a launch between them.
+# Random scripts seldom need that, so a check that draws them has to add this one.
+WAIT_RECORDED: Script = [
+    launch("h2d", "h2d 0", ["ids"], ["x"]),
+    record("h2d", "in"),
+    wait("d2h", "in"),
+    record("d2h", "out"),
+    synchronize("out"),
+    host("update 0", ["x"]),
+]
+
 
 @dataclass(frozen=True)
 class Pipeline:

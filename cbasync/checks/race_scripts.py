@@ -45,7 +45,7 @@ def launch(
 
 
 def record(on: str, event: str) -> Line:
-    """The event stands for all that was launched on the stream so far."""
+    """The event stands for all in the stream's queue so far, waits included."""
     return {"do": "record", "on": on, "event": event}
 
 

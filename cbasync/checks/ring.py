@@ -18,7 +18,7 @@ class Row(TypedDict):
     """One request in a batch, as the host plans it."""
 
     name: str
-    start: int  # place of its first input in the request
+    start: int  # position of its first input in the request
     tokens: int  # how many inputs
     samples: bool  # whether a token is sampled of it: the one at start + tokens
 
@@ -82,26 +82,26 @@ def show(steps: Sequence[Step]) -> str:
     return "\n".join(lines)
 
 
-def next_token(token: int, place: int) -> int:
-    """The whole model: what follows a token at a place."""
-    return (7 * token + place + 1) % VOCABULARY
+def next_token(token: int, position: int) -> int:
+    """The whole model: what follows a token at a position."""
+    return (7 * token + position + 1) % VOCABULARY
 
 
 class Answers:
     """What each request says when it is served alone, one token at a time.
 
     >>> answers = Answers()
-    >>> answers.token("a", place=4, prompt=3) == next_token(
-    ...     answers.token("a", place=3, prompt=3), 3
+    >>> answers.token("a", position=4, prompt=3) == next_token(
+    ...     answers.token("a", position=3, prompt=3), 3
     ... )
     True
     """
 
-    def token(self, name: str, place: int, prompt: int) -> int:
-        """The token at a place, of the prompt or of the answer."""
-        if place < prompt:
-            return (sum(map(ord, name)) + 3 * place) % VOCABULARY
-        return next_token(self.token(name, place - 1, prompt), place - 1)
+    def token(self, name: str, position: int, prompt: int) -> int:
+        """The token at a position, of the prompt or of the answer."""
+        if position < prompt:
+            return (sum(map(ord, name)) + 3 * position) % VOCABULARY
+        return next_token(self.token(name, position - 1, prompt), position - 1)
 
 
 class Ring:
@@ -113,7 +113,7 @@ class Ring:
         self.computed: dict[str, int] = {}  # inputs computed, by request
         self.known: dict[str, int] = {}  # tokens that exist, in flight or not
         self.prompts: dict[str, int] = {}
-        self.sources: dict[tuple[str, int], Source] = {}  # by request and place
+        self.sources: dict[tuple[str, int], Source] = {}  # by request and position
         self.sampled: list[list[int]] = [[] for _ in range(NUM_SLOTS)]
         self.num_batches = self.num_collected = 0
 
@@ -162,52 +162,59 @@ class Ring:
         self.sampled[self.num_batches % NUM_SLOTS] = tokens
         self.num_batches += 1
 
-    def _true(self, name: str, place: int) -> int:
-        return self.answers.token(name, place, self.prompts[name])
+    def _true(self, name: str, position: int) -> int:
+        return self.answers.token(name, position, self.prompts[name])
 
     # ------------------------------------------------------------------ checks
 
     def _check(self, rows: Sequence[Row], answer: Any) -> None:
         inputs = [
-            (row["name"], place)
+            (row["name"], position)
             for row in rows
-            for place in range(row["start"], row["start"] + row["tokens"])
+            for position in range(row["start"], row["start"] + row["tokens"])
         ]
         slots, ranks = _arrays(answer, len(inputs), self._told(rows))
-        for (name, place), slot, rank in zip(inputs, slots, ranks, strict=True):
-            self._check_source(name, place, slot, rank, self._told(rows))
+        for (name, position), slot, rank in zip(inputs, slots, ranks, strict=True):
+            self._check_source(name, position, slot, rank, self._told(rows))
         if self.resolve is not None:
             self._check_resolve(inputs, slots, ranks, self._told(rows))
 
     def _check_source(
-        self, name: str, place: int, slot: int, rank: int, told: str
+        self, name: str, position: int, slot: int, rank: int, told: str
     ) -> None:
-        source = self.sources.get((name, place))
+        source = self.sources.get((name, position))
         is_in_flight = source is not None and source.batch >= self.num_collected
         if slot < 0:
             if is_in_flight:
                 raise Mistake(
-                    f"{source} for input {place} of {name!r}, which batch "
+                    f"{source} for input {position} of {name!r}, which batch "
                     f"{source.batch if source else 0} samples; {told}",
                     "slot -1: a token that the host knows",
                     "Has the host collected that batch yet?",
                 )
             return
         got = f"slot {slot} ({LETTERS[slot]}), rank {rank}"
-        # What was collected may still lie in a slot, until its next batch is prepared.
-        if source is None or self.num_batches - source.batch >= NUM_SLOTS:
+        if source is None or not is_in_flight:
             raise Mistake(
-                f"slot -1 for input {place} of {name!r}: the host knows it; {told}",
+                f"slot -1 for input {position} of {name!r}: the host knows it; {told}",
                 got,
-                "Which batch has this slot by now?",
+                self._why_known(source),
             )
         if (slot, rank) != (source.batch % NUM_SLOTS, source.rank):
             raise Mistake(
-                f"{source} for input {place} of {name!r}, which batch {source.batch} "
-                f"samples; {told}",
+                f"{source} for input {position} of {name!r}, which batch "
+                f"{source.batch} samples; {told}",
                 got,
                 _question(slot, source),
             )
+
+    def _why_known(self, source: Source | None) -> str:
+        """A question about a token that is not in flight, or was never sampled."""
+        if source is None:
+            return "Was that token sampled at all, or is it part of the prompt?"
+        if self.num_batches - source.batch >= NUM_SLOTS:
+            return "Which batch has this slot by now?"
+        return f"Batch {source.batch} was collected: who knows its tokens since then?"
 
     def _check_resolve(
         self,
@@ -217,7 +224,7 @@ class Ring:
         told: str,
     ) -> None:
         assert self.resolve is not None
-        true = [self._true(name, place) for name, place in inputs]
+        true = [self._true(name, position) for name, position in inputs]
         pairs = zip(true, slots, strict=True)
         ids = [token if slot < 0 else PLACEHOLDER for token, slot in pairs]
         sampled = [list(tokens) for tokens in self.sampled]

@@ -42,7 +42,7 @@ def shown(bars):
 def mended(script):
     """The script without a race: all its lines, and as few more as you can.
 
-    Only add lines that record, wait or synchronize. Whatever could run at the same
-    time, and does not race, still can.
+    Only add lines that record, wait or synchronize; a new event needs a name that no
+    other line has. Whatever could run at the same time, and does not race, still can.
     """
     raise NotImplementedError

@@ -1,4 +1,6 @@
-"""What you can run yourself, in this folder: `pytest test_visible.py`.
+"""What you can run yourself, in this folder.
+
+The command is `../../../.venv/bin/python -m pytest test_visible.py`.
 
 First four small examples, then the checks that also grade you. The grader runs them
 with another seed, so with other scripts.
@@ -33,6 +35,15 @@ EARLY_RECORD = [
     synchronize("d2h_done"),
     host("update 0", ["host_tokens"]),
 ]
+# The record on d2h stands for the wait above it, so for the copy on h2d.
+WAIT_RECORDED = [
+    launch("h2d", "h2d 0", ["ids"], ["device_ids"]),
+    record("h2d", "h2d_done"),
+    wait("d2h", "h2d_done"),
+    record("d2h", "d2h_done"),
+    synchronize("d2h_done"),
+    host("update 0", ["device_ids"]),
+]
 
 
 def bar(line, start_us, end_us):
@@ -42,10 +53,12 @@ def bar(line, start_us, end_us):
 def test_example_comes_before():
     assert races.comes_before(RIGHT, "h2d 0", "compute 0") is True
     assert races.comes_before(NO_WAIT, "h2d 0", "compute 0") is False
+    assert races.comes_before(WAIT_RECORDED, "h2d 0", "update 0") is True
 
 
 def test_example_missing_edge():
     assert races.missing_edge(RIGHT) is None
+    assert races.missing_edge(WAIT_RECORDED) is None
     assert list(races.missing_edge(NO_WAIT)) == ["h2d 0", "compute 0"]
     assert list(races.missing_edge(EARLY_RECORD)) == ["d2h 0", "update 0"]
 

@@ -1,4 +1,7 @@
-"""What you can run yourself: `pytest test_visible.py` in this folder."""
+"""What you can run yourself, in this folder.
+
+The command is `../../../.venv/bin/python -m pytest test_visible.py`.
+"""
 
 import sys
 from pathlib import Path

@@ -19,8 +19,8 @@ class CarryOver:
         sampled: dict[tuple[str, int], tuple[int, int]] = {}
         for row in rows:
             name, stop = row["name"], row["start"] + row["tokens"]
-            for place in range(row["start"], stop):
-                source = self.sources.get((name, place))
+            for position in range(row["start"], stop):
+                source = self.sources.get((name, position))
                 slots.append(-1 if source is None else source[0] % self.num_slots)
                 ranks.append(-1 if source is None else source[1])
             if row["samples"]:
