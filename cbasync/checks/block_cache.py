@@ -28,6 +28,8 @@ class Cache:
         self.cells: list[list[tuple[int, ...]]] = [
             [()] * block_size for _ in range(num_blocks)
         ]
+        # Blocks that were filled when another one held the same already.
+        self.doubles: set[int] = set()
         # Tokens of admitted prompts, how many were known, how many had an owner then.
         self.num_tokens = self.num_hits = self.num_owned = 0
 
@@ -49,8 +51,13 @@ class Cache:
         return self.num_hits / max(1, self.num_tokens)
 
     def owned_beginning(self, tokens: Sequence[int]) -> int:
-        """Full blocks of these tokens that somebody has, never all of the tokens."""
-        owned = {tuple(self.cells[b]) for t in self.tables.values() for b in t}
+        """Full blocks of these tokens that somebody has, never all of the tokens.
+
+        Doubles do not count: a manager may know the first block that holds something,
+        and no other one.
+        """
+        blocks = {block for table in self.tables.values() for block in table}
+        owned = {tuple(self.cells[block]) for block in blocks - self.doubles}
         size, count = self.block_size, 0
         while (count + 1) * size < len(tokens):
             if self._names(tokens, count * size, (count + 1) * size) not in owned:
@@ -131,7 +138,7 @@ class Cache:
         is_list = isinstance(table, list) and len(table) == length
         if not is_list or not all(is_whole(b, 0, self.num_blocks) for b in table):
             raise Mistake(
-                f"a table of {length} blocks, each from 0 to {self.num_blocks - 1}",
+                f"a table of {blocks_told(length)}, from 0 to {self.num_blocks - 1}",
                 table,
                 f"How many blocks of {self.block_size} do these tokens need?",
             )
@@ -190,7 +197,21 @@ class Cache:
     def _write(self, name: str, start: int) -> None:
         tokens, table, size = self.tokens[name], self.tables[name], self.block_size
         for place in range(start, len(tokens)):
-            self.cells[table[place // size]][place % size] = tuple(tokens[: place + 1])
+            block = table[place // size]
+            self.cells[block][place % size] = tuple(tokens[: place + 1])
+            if (place + 1) % size == 0:
+                self.doubles.discard(block)
+                if self.cells.count(self.cells[block]) > 1:
+                    self.doubles.add(block)
+
+
+def blocks_told(count: int) -> str:
+    """A number of blocks, in words.
+
+    >>> blocks_told(1), blocks_told(2)
+    ('1 block', '2 blocks')
+    """
+    return f"{count} block{'s' if count != 1 else ''}"
 
 
 def _keys(answer: Any, *keys: str) -> None:

@@ -1,4 +1,7 @@
-"""What you can run yourself: `pytest test_visible.py` in this folder."""
+"""What you can run yourself, in this folder.
+
+The command is `../../../.venv/bin/python -m pytest test_visible.py`.
+"""
 
 import sys
 from pathlib import Path
@@ -11,13 +14,25 @@ from cbasync.checks import block_manager as checks
 
 
 def test_the_story_of_the_notebook() -> None:
+    """Whatever numbers the blocks have: who has which, and what is copied."""
     manager = BlockManager(6, 4)
-    assert manager.admit("a", [5, 6, 7, 8, 9]) == {"table": [0, 1], "known": 0}
-    assert manager.fork("a", "b") == [0, 1]
-    assert manager.append("b", 30) == {"table": [0, 2], "copy": [1, 2]}
-    assert manager.append("a", 40) == {"table": [0, 1], "copy": []}
-    answer = manager.admit("c", [5, 6, 7, 8, 9, 10])
-    assert answer == {"table": [0, 3], "known": 4}
+    answer = manager.admit("a", [5, 6, 7, 8, 9])
+    full, last = answer["table"]
+    assert answer == {"table": [full, last], "known": 0}
+    assert manager.fork("a", "b") == [full, last]
+    answer = manager.append("b", 30)
+    own = answer["table"][1]
+    assert answer == {"table": [full, own], "copy": [last, own]}
+    assert manager.append("a", 40) == {"table": [full, last], "copy": []}
+    answer = manager.admit("c", [5, 6, 7, 8, 50, 51])
+    new = answer["table"][1]
+    assert answer == {"table": [full, new], "known": 4}
+    assert len({full, last, own, new}) == 4
+    manager.release("a")
+    assert manager.append("c", 52) == {"table": [full, new], "copy": []}
+    manager.release("b")
+    manager.release("c")
+    assert manager.num_free() == 6
 
 
 def test_tables() -> None:
