@@ -194,12 +194,13 @@ class PagedRows:
     ) -> Tensor:
         """Write K and V of all tokens; compute those that are rows, and long chunks."""
         run = attend_rows_op if torch.compiler.is_compiling() else attend_rows
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
         out: Tensor = run(
             query,
             key,
             value,
-            self.cache.keys[layer],
-            self.cache.values[layer],
+            keys,
+            values,
             self.slot_mapping,
             self.seq_lens,
             self.block_table,
@@ -207,7 +208,6 @@ class PagedRows:
             self.rows_are_requests,
         )
         for chunks in self.long_chunks:
-            keys, values = self.cache.keys[layer], self.cache.values[layer]
             chunks.attend(query, keys, values, scale, out)
         return out
 

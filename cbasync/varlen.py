@@ -46,6 +46,10 @@ def has_varlen(cache: KVCache) -> bool:
     )
 
 
+Lengths = Sequence[tuple[int, int]]
+"""Of each long chunk: its own length, and all of its request up to its end."""
+
+
 @dataclass
 class LongChunks:
     """The long chunks of a batch, for every layer of one forward pass."""
@@ -65,9 +69,7 @@ class LongChunks:
         positions: Tensor,  # [T] int32
         block_table: Tensor,  # [R, M] int32
         block_size: int,
-        lengths: Sequence[
-            tuple[int, int]
-        ],  # of each long chunk: its own, and to its end
+        lengths: Lengths,
     ) -> tuple[LongChunks, ...]:
         """The long chunks, as many at once as memory for their keys allows.
 
@@ -124,7 +126,7 @@ class LongChunks:
         out.index_copy_(0, self.tokens, found)
 
 
-def _groups(lengths: Sequence[tuple[int, int]]) -> Iterator[slice]:
+def _groups(lengths: Lengths) -> Iterator[slice]:
     """Neighbours that have at most `MAX_KEYS` keys together, or are one chunk.
 
     >>> list(_groups([(64, 20_000), (64, 12_000), (64, 1_000), (64, 50_000)]))

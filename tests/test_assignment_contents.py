@@ -18,7 +18,7 @@ from cbasync.checks import block_manager, policies, ring_loop, rings
 from cbasync.checks.planned import serve
 from cbasync.checks.policy_machine import STEP_MS, TOKEN_MS, Machine, first_come
 from cbasync.checks.ring import Ring, Source, Step
-from cbasync.checks.workload import Mistake, judge
+from cbasync.checks.workload import Mistake, attempt, judge
 from cbasync.grading import cells
 from cbasync.grading.rubric import ASSIGNMENTS, ROOT
 from tests.loading import load
@@ -375,3 +375,23 @@ def test_notebook_runs_to_its_end_with_the_starter(number: str, tmp_path: Path) 
     printed = "".join(output.get("text", "") for output in outputs)
     assert "nothing written yet" in printed
     assert ": right, " not in printed
+
+
+def test_an_attempt_says_where_a_submission_stopped_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def answer(given):\n    return {}[given]\n")
+    mine = load(path)
+
+    def stops(module: Any, given: str) -> None:
+        module.answer(given)
+
+    def is_wrong(module: Any, given: str) -> None:
+        raise AssertionError(f"wrong for {given}")
+
+    for check in (stops, is_wrong):
+        attempt(check, mine, "out", module=mine)
+    words = capsys.readouterr().out
+    assert "stops: KeyError: 'out' (loaded_mine.py, line 2)" in words
+    assert "wrong for out" in words

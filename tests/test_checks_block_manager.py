@@ -20,8 +20,7 @@ def manager(name: str) -> Any:
 
 
 def hit_rate(name: str, seed: int) -> float:
-    hits = block_manager.count_hits(manager(name), seed)
-    return hits.num_hits / hits.num_tokens
+    return block_manager.count_hits(manager(name), seed).rate
 
 
 @pytest.mark.parametrize("seed", [*range(8), 4711])

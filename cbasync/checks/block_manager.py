@@ -302,6 +302,11 @@ class Hits(NamedTuple):
     num_hits: int
     num_owned: int
 
+    @property
+    def rate(self) -> float:
+        """The share of the prompts' tokens that did not have to be computed."""
+        return self.num_hits / self.num_tokens
+
 
 def conversations(seed: int = 0, number: int = 0, count: int = 200) -> list[Op]:
     """A busy chat: a few openings, liked unequally, and answers that are sent back.
@@ -364,7 +369,7 @@ def hit_rate(make: Make, at_least: float, seed: int = 0) -> None:
         hits = count_hits(make, seed)
     except NotImplementedError:
         raise AssertionError("hit rate: nothing written yet") from None
-    rate = hits.num_hits / hits.num_tokens
+    rate = hits.rate
     if rate < at_least:
         given = f"{NUM_CONVERSATIONS} chats of seed {seed}, {HIT_BLOCKS} blocks"
         raise Mistake(

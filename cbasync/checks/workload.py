@@ -6,8 +6,10 @@ one fails, as many steps as possible are dropped, so that what is shown is short
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
+from types import ModuleType
 from typing import Any, TypeVar
 
 Step = TypeVar("Step")
@@ -114,3 +116,21 @@ def is_whole(value: Any, least: int, limit: int) -> bool:
     (True, False, False, False)
     """
     return type(value) is int and least <= value < limit
+
+
+def attempt(check: Callable[..., None], *given: Any, module: ModuleType) -> None:
+    """Run a check, say in short what is wrong, and let the next one run.
+
+    `module` is the student's: an error that is not the check's own is told with the
+    last line of it that was reached.
+    """
+    try:
+        check(*given)
+    except AssertionError as error:
+        print(error, "\n")
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f.lineno for f in frames if f.filename == module.__file__]
+        name = f"{module.__name__}.py"
+        where = f" ({name}, line {lines[-1]})" if lines else ""
+        print(f"{check.__name__}: {type(error).__name__}: {error}{where}\n")
